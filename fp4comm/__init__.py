@@ -1,0 +1,20 @@
+"""fp4comm: quantized all-to-all for Mixture-of-Experts models."""
+
+from fp4comm import transport
+from fp4comm._version import __version__
+from fp4comm.all_to_all import AllToAll, Dispatched, Handle
+from fp4comm.formats import WireFormat
+from fp4comm.packed import PackedRows, quantize
+from fp4comm.precision import Precision
+
+__all__ = [
+    "AllToAll",
+    "Dispatched",
+    "Handle",
+    "PackedRows",
+    "Precision",
+    "WireFormat",
+    "__version__",
+    "quantize",
+    "transport",
+]

@@ -1,0 +1,445 @@
+"""AllToAll: dispatch tokens to their experts, combine their outputs.  The flow, top to bottom.
+
+topk_idx -> plan -> quantize -> exchange -> arrive -> experts -> reduce -> exchange -> reduce
+            routing  codec      transport   codec     (caller)   codec     transport   codec
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import random
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from fp4comm import agreement, check, codec, routing
+from fp4comm.formats import WireFormat
+from fp4comm.packed import SCALE_LAYOUTS, PackedRows
+from fp4comm.precision import Precision
+from fp4comm.routing import ExpertLayout, Placement, RoutePlan
+from fp4comm.transport import Transport
+
+ARRIVALS = ("fp8", "bf16", "packed")
+
+
+@dataclasses.dataclass(frozen=True)
+class Handle:
+    """What combine, and a second dispatch, need from a dispatch.  Frozen, reusable.
+
+    Attributes:
+        layout: where the wire rows that arrived go; `PackedRows` methods take it.
+    """
+
+    layout: ExpertLayout
+    _plan: RoutePlan = dataclasses.field(repr=False)
+    _transport: Transport = dataclasses.field(repr=False)
+    _hidden: int
+    _precision: Precision
+    _device: torch.device
+
+
+@dataclasses.dataclass(frozen=True)
+class Dispatched:
+    """What arrived.  Rows of local expert e are ``rows[expert_offsets[e] :][: num_rows[e]]``.
+
+    They are ordered by source rank, then token, then slot; rows between segments are padding.
+
+    Attributes:
+        rows: ``[M, hidden]`` float8_e4m3fn or bfloat16; zero in padding; None if packed.
+        scales: ``[M, ceil(hidden / 128)]`` float32, 1 in padding; None unless fp8.
+        row_weights: ``[M]`` float32, the routing weight of each expert row; 0 in padding.
+        num_rows: ``[local experts]`` int64 on x's device: live rows of each.
+        num_rows_list: the same as ints.
+        expert_offsets: ``[local experts + 1]`` int64, multiples of ``expert_alignment``.
+        packed: the wire rows that arrived, by source rank and token: the activation cache.
+        handle: for `AllToAll.combine`.
+    """
+
+    rows: torch.Tensor | None
+    scales: torch.Tensor | None
+    row_weights: torch.Tensor
+    num_rows: torch.Tensor
+    num_rows_list: list[int]
+    expert_offsets: torch.Tensor
+    packed: PackedRows
+    handle: Handle
+
+
+class AllToAll:
+    """Quantized dispatch and combine of one kind of MoE layer over a transport.
+
+    Experts stand on ranks in contiguous ranges; where ``num_experts`` is not divisible, the first
+    ranks hold one more.  Collective: all ranks make it, and call its methods, in the same order.
+
+    Args:
+        transport: from `fp4comm.transport.open` or `run_local`.
+        num_experts: experts on all ranks together, at most 32767 a rank.
+        hidden: elements in a token, a multiple of 32.
+        precision: wire format of each pass and direction.
+        arrive: what dispatch returns: ``"fp8"`` (E4M3 rows with a float32 scale per 128),
+            ``"bf16"`` or ``"packed"`` (the wire rows alone).
+        expert_alignment: rows that each expert's segment starts at a multiple of.
+        scale_layout: of FP8 rows: ``"row"``, or ``"column"`` with strides ``(1, M)``.
+        timeout_s: seconds that a call waits for a peer.
+
+    Attributes:
+        timings: a dict that calls add their seconds to, by "operation part" (``"dispatch
+            quantize"``), or None.
+
+    Raises:
+        ValueError, TypeError: on all ranks alike, if one rank's arguments are wrong or differ.
+        TimeoutError: a peer did not come.
+
+    Example: one rank, one token, two experts of four.
+        >>> import torch
+        >>> from fp4comm import AllToAll, transport
+        >>> a2a = AllToAll(transport.open("local"), num_experts=4, hidden=32, arrive="bf16")
+        >>> d = a2a.dispatch(torch.ones(1, 32).bfloat16(), torch.tensor([[0, 2]]),
+        ...                  torch.tensor([[0.25, 0.75]]))
+        >>> d.num_rows_list, tuple(d.rows.shape)
+        ([1, 0, 1, 0], (256, 32))
+        >>> a2a.combine(d.rows, d.handle)[0, 0].item()
+        1.0
+    """
+
+    timings: dict[str, float] | None = None
+
+    def __init__(
+        self,
+        transport: Transport,
+        *,
+        num_experts: int,
+        hidden: int,
+        precision: Precision = Precision(),  # noqa: B008  frozen
+        arrive: str = "fp8",
+        expert_alignment: int = 128,
+        scale_layout: str = "row",
+        timeout_s: float = 300.0,
+    ) -> None:
+        """Check the arguments together with the other ranks."""
+        self.num_experts = num_experts
+        self.hidden = hidden
+        self.precision = precision
+        self.arrive = arrive
+        self.expert_alignment = expert_alignment
+        self.scale_layout = scale_layout
+        self.timeout_s = timeout_s
+        self._transport = transport
+        self._is_open = True
+        self._num_calls = 0
+        failure = _failure_of(self._check_arguments)
+        with self._phase("AllToAll(...)", "counts"):
+            drawn = random.SystemRandom().getrandbits(62)
+            self._number = agreement.drawn_by_rank_0(transport, drawn)
+            agreement.agree(transport, self._fingerprint(0, failure), None, failure)
+        self._placement = Placement(num_experts, transport.num_ranks)
+
+    def dispatch(
+        self,
+        x: Any,
+        topk_idx: Any = None,
+        topk_weights: Any = None,
+        *,
+        handle: Handle | None = None,
+    ) -> Dispatched:
+        """Send each token once to every rank that holds one of its experts, in the wire format.
+
+        Rows arrive expert-major, see `Dispatched`.  An expert twice in a token makes two rows.
+
+        Args:
+            x: ``[T, hidden]`` bfloat16, or a pair of float8_e4m3fn codes ``[T, hidden]`` and
+                float32 scales ``[T, ceil(hidden / 128)]``; any strides; T may be 0 and differ
+                between ranks.
+            topk_idx: ``[T, K]`` int32 or int64 expert, or -1 for none; K the same on all ranks.
+            topk_weights: ``[T, K]``, any float dtype, kept in float32; travels with the rows, for
+                combine.  None, on all ranks: ones, and nothing travels.
+            handle: of an earlier dispatch, instead of the two: same routing and weights again,
+                without plan and counts.
+
+        Returns:
+            `Dispatched`.
+
+        Raises:
+            ValueError, TypeError, RuntimeError: on all ranks alike, naming rank and argument;
+                nothing was sent and the object stays usable.  With a handle: on the rank with the
+                mistake; its peers are stopped, and the transport is broken.
+            TimeoutError: naming rank, phase and peer, if one does not come within ``timeout_s``.
+
+        Bytes a wire row: `WireFormat.row_bytes`, at hidden 7168 3808 in mxfp4 and 14336 in bf16;
+        and 6 (2 without weights) of route a slot.  Source: OCP MX v1.0 for the formats.
+        """
+        if handle is not None:
+            return self._dispatch_again(x, topk_idx, topk_weights, handle)
+        with self._phase("dispatch", "plan"):
+            rows, plan, failure = self._plan(x, topk_idx, topk_weights)
+        with self._phase("dispatch", "counts"):
+            fingerprint = self._fingerprint(1, failure, rows, plan, topk_weights)
+            counts = agreement.agree(self._transport, fingerprint, plan, failure)
+        with self._stopping_peers("dispatch"):
+            recv_splits, expert_counts = counts[:, 0], self._local(counts[:, 1:])
+            wire = WireFormat.of(self.precision.dispatch)
+            assert rows is not None
+            with self._phase("dispatch", "quantize"):
+                sent = self._codec(rows).quantize_rows(rows, wire, plan)
+            received, route = self._exchange_rows(
+                "dispatch", wire, (*sent, plan.route), plan.send_splits, recv_splits
+            )
+            del sent
+            with self._phase("dispatch", "arrive"):
+                layout = routing.expert_layout(
+                    route, plan.num_topk, recv_splits, expert_counts.sum(0), self.expert_alignment
+                )
+                handle = Handle(
+                    layout, plan, self._transport, self.hidden, self.precision, _device_of(rows)
+                )
+                return self._arrive(received, handle)
+
+    def combine(self, expert_out: Any, handle: Handle, *, weighted: bool = True) -> torch.Tensor:
+        """Send the experts' outputs back to their tokens and sum them.
+
+        On the experts' rank the slots of a wire row are weighted and summed in float32, by
+        ascending slot; the sum travels in the combine wire format; at the source the ranks' rows
+        are summed in float32, by ascending rank, and rounded to BF16.
+
+        Args:
+            expert_out: ``[M, hidden]`` bfloat16, what the experts made of the dispatched rows;
+                padding rows are not read.
+            handle: of the dispatch.
+            weighted: multiply by the routing weights; False sums as they are.
+
+        Returns:
+            ``[T, hidden]`` bfloat16; +0 for a token without experts.
+
+        Raises:
+            ValueError, TypeError, RuntimeError: on the rank with the mistake; its peers raise
+                ``stopped by rank r: ...``, and the transport is broken.
+            TimeoutError: as for `dispatch`.
+        """
+        with self._stopping_peers("combine"):
+            self._check_handle(handle)
+            check.no_gradient("expert_out", expert_out)
+            plan, layout = handle._plan, handle.layout
+            rows = check.expert_out(expert_out, layout.num_expert_rows, self.hidden, handle._device)
+            wire, implementation = WireFormat.of(self.precision.combine), self._codec(rows)
+            with self._phase("combine", "reduce"):
+                sent = implementation.weighted_reduce(rows, layout, wire, weighted=weighted)
+            received, _ = self._exchange_rows(
+                "combine", wire, sent, layout.recv_splits, plan.send_splits
+            )
+            del sent
+            with self._phase("combine", "reduce"):
+                return implementation.final_reduce(*received, wire, self.hidden, plan)
+
+    def close(self) -> None:
+        """Refuse further calls.  The transport stays open: others may use it."""
+        self._is_open = False
+
+    def __enter__(self) -> AllToAll:
+        """Use as a context manager."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Close."""
+        self.close()
+
+    # The parts of the flow
+
+    def _plan(
+        self, x: Any, topk_idx: Any, topk_weights: Any
+    ) -> tuple[check.Rows | None, RoutePlan, Exception | None]:
+        """Check the arguments and plan; a mistake is returned, for all ranks to raise together."""
+        try:
+            self._check_open()
+            check.no_gradient("x", *(x if isinstance(x, (tuple, list)) else (x,)))
+            check.no_gradient("topk_weights", topk_weights)
+            rows = check.rows("x", _autocast(x), (torch.bfloat16,), self.hidden)
+            codec.of(_device_of(rows))
+            num_tokens, device = _codes(rows).shape[0], _device_of(rows)
+            idx = check.topk_idx(topk_idx, num_tokens, self.num_experts, device)
+            weights = None if topk_weights is None else check.topk_weights(topk_weights, idx)
+            return rows, routing.plan(idx, weights, self._placement), None
+        except agreement.ERRORS as failure:
+            return None, routing.empty_plan(self._placement), failure
+
+    def _exchange_rows(
+        self,
+        operation: str,
+        wire: WireFormat,
+        sends: tuple[torch.Tensor, ...],
+        send_splits: Any,
+        recv_splits: Any,
+    ) -> tuple[tuple[torch.Tensor, torch.Tensor], torch.Tensor | None]:
+        """Exchange payload, scales and, if there is a third stream, the route."""
+        num_rows = int(recv_splits.sum())
+        received = self._codec(sends[0]).empty_rows(num_rows, wire, self.hidden)
+        route = sends[2].new_empty((num_rows, sends[2].shape[1])) if len(sends) > 2 else None
+        recvs = [*received, *([] if route is None else [route])]
+        with self._phase(operation, "exchange"):
+            self._transport.exchange(list(sends), send_splits, recvs, recv_splits)
+        return received, route
+
+    def _arrive(self, received: tuple[torch.Tensor, torch.Tensor], handle: Handle) -> Dispatched:
+        """Convert the wire rows to what the experts take."""
+        layout, wire = handle.layout, WireFormat.of(self.precision.dispatch)
+        packed = PackedRows(*received, wire, self.hidden)
+        rows = scales = None
+        if self.arrive == "fp8":
+            rows, scales = packed.to_fp8_rows(layout, self.scale_layout)
+        elif self.arrive == "bf16":
+            rows = packed.to_bf16(layout)
+        device = packed.payload.device
+        return Dispatched(
+            rows=rows,
+            scales=scales,
+            row_weights=layout.row_weights,
+            num_rows=torch.tensor(layout.num_rows_list, dtype=torch.int64, device=device),
+            num_rows_list=layout.num_rows_list,
+            expert_offsets=torch.as_tensor(layout.expert_offsets_array, device=device),
+            packed=packed,
+            handle=handle,
+        )
+
+    def _dispatch_again(
+        self, x: Any, topk_idx: Any, topk_weights: Any, handle: Handle
+    ) -> Dispatched:
+        """Dispatch with an earlier dispatch's routing: no plan, no counts, no route."""
+        with self._stopping_peers("dispatch"):
+            if topk_idx is not None or topk_weights is not None:
+                raise ValueError("handle: expected without topk_idx and topk_weights, got both")
+            self._check_handle(handle)
+            check.no_gradient("x", *(x if isinstance(x, (tuple, list)) else (x,)))
+            rows = check.rows("x", _autocast(x), (torch.bfloat16,), self.hidden)
+            plan, wire = handle._plan, WireFormat.of(self.precision.dispatch)
+            if _codes(rows).shape[0] != plan.num_tokens:
+                raise ValueError(
+                    f"x: expected {plan.num_tokens} tokens, which handle was made for, got"
+                    f" {_codes(rows).shape[0]}"
+                )
+            if _device_of(rows) != handle._device:
+                raise ValueError(
+                    f"x: expected on {handle._device}, which handle was made for, got"
+                    f" {_device_of(rows)}"
+                )
+            with self._phase("dispatch", "quantize"):
+                sent = self._codec(rows).quantize_rows(rows, wire, plan)
+            received, _ = self._exchange_rows(
+                "dispatch", wire, sent, plan.send_splits, handle.layout.recv_splits
+            )
+            del sent
+            with self._phase("dispatch", "arrive"):
+                return self._arrive(received, handle)
+
+    # Checks and bookkeeping
+
+    def _check_arguments(self) -> None:
+        check.positive_int("num_experts", self.num_experts)
+        check.hidden(self.hidden)
+        check.positive_int("expert_alignment", self.expert_alignment)
+        check.one_of("arrive", self.arrive, ARRIVALS)
+        check.one_of("scale_layout", self.scale_layout, SCALE_LAYOUTS)
+        if not isinstance(self.precision, Precision):
+            raise TypeError(f"precision: expected a Precision, got {type(self.precision).__name__}")
+        num_ranks = self._transport.num_ranks
+        if self.num_experts > num_ranks * check.MAX_LOCAL_EXPERTS:
+            raise ValueError(
+                f"num_experts: expected at most {check.MAX_LOCAL_EXPERTS} a rank ({num_ranks}"
+                f" ranks), got {self.num_experts}"
+            )
+        if not self.timeout_s > 0:
+            raise ValueError(f"timeout_s: expected more than 0 seconds, got {self.timeout_s}")
+
+    def _check_open(self) -> None:
+        if not self._is_open:
+            raise RuntimeError("AllToAll: expected an open object, got a closed one")
+
+    def _check_handle(self, handle: Handle) -> None:
+        self._check_open()
+        if not isinstance(handle, Handle):
+            raise TypeError(f"handle: expected a Handle, got {type(handle).__name__}")
+        if handle._transport is not self._transport:
+            raise ValueError("handle: made on another transport than this object's")
+        for name, made, used in (
+            ("hidden", handle._hidden, self.hidden),
+            ("precision", handle._precision, self.precision),
+        ):
+            if made != used:
+                raise ValueError(f"handle: made for {name} {made}, used with {name} {used}")
+
+    def _fingerprint(
+        self,
+        operation: int,
+        failure: Exception | None,
+        rows: check.Rows | None = None,
+        plan: RoutePlan | None = None,
+        topk_weights: Any = None,
+    ) -> agreement.Fingerprint:
+        if failure is not None:  # nobody will compare it
+            return agreement.Fingerprint(operation)
+        return agreement.Fingerprint(
+            operation,
+            self._number,
+            self._num_calls,
+            self.num_experts,
+            self.hidden,
+            **agreement.wire_numbers(self.precision),
+            dtype=int(isinstance(rows, tuple)),
+            topk=0 if plan is None else plan.num_topk,
+            route=int(topk_weights is None),
+        )
+
+    @contextlib.contextmanager
+    def _phase(self, operation: str, part: str) -> Iterator[None]:
+        """Name what the transport's errors name, and count the seconds."""
+        self._transport.phase = f"{operation} {part}"
+        self._transport.timeout_s = self.timeout_s
+        start = time.perf_counter()
+        yield
+        if self.timings is not None:
+            seconds = time.perf_counter() - start
+            self.timings[f"{operation} {part}"] = (
+                self.timings.get(f"{operation} {part}", 0.0) + seconds
+            )
+
+    @contextlib.contextmanager
+    def _stopping_peers(self, operation: str) -> Iterator[None]:
+        """Count the call; if this rank fails where the others cannot know, tell them."""
+        self._num_calls += 1
+        try:
+            yield
+        except BaseException as error:
+            self._transport.abort(f"{operation}: {type(error).__name__}: {error}")
+            raise
+
+    def _codec(self, rows: check.Rows) -> Any:
+        return codec.of(_device_of(rows))
+
+    def _local(self, counts: Any) -> Any:
+        """Columns of this rank's experts: ranks with fewer leave the last one empty."""
+        return counts[:, : self._placement.num_local_experts(self._transport.rank)]
+
+
+def _codes(rows: check.Rows) -> torch.Tensor:
+    return rows[0] if isinstance(rows, tuple) else rows
+
+
+def _device_of(rows: check.Rows) -> torch.device:
+    return _codes(rows).device
+
+
+def _autocast(x: Any) -> Any:
+    """Cast x as autocast would the input of a matrix product."""
+    castable = isinstance(x, torch.Tensor) and x.dtype in (torch.float32, torch.float16)
+    if castable and torch.is_autocast_enabled(x.device.type):
+        return x.to(torch.get_autocast_dtype(x.device.type))
+    return x
+
+
+def _failure_of(checks: Any) -> Exception | None:
+    try:
+        checks()
+    except agreement.ERRORS as failure:
+        return failure
+    return None

@@ -1,0 +1,186 @@
+"""Argument checks.  Each raises ValueError or TypeError as ``argument: expected X, got Y``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from fp4comm.formats import FP8_BLOCK, MX_BLOCK
+
+MAX_LOCAL_EXPERTS = 2**15 - 1  # the route carries local experts as int16
+
+Rows = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+
+
+def hidden(value: int) -> int:
+    """Check the hidden size."""
+    positive_int("hidden", value)
+    if value % MX_BLOCK:
+        raise ValueError(
+            f"hidden: expected a multiple of {MX_BLOCK}, got {value} (an MX block has 32 elements)"
+        )
+    return value
+
+
+def positive_int(name: str, value: int) -> int:
+    """Check a count that must be at least 1."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name}: expected an int, got {type(value).__name__}")
+    if value < 1:
+        raise ValueError(f"{name}: expected at least 1, got {value}")
+    return value
+
+
+def one_of(name: str, value: str, options: tuple[str, ...]) -> str:
+    """Check a choice."""
+    if value not in options:
+        raise ValueError(f"{name}: expected one of {', '.join(options)}, got {value!r}")
+    return value
+
+
+def as_tensor(name: str, value: Any) -> torch.Tensor:
+    """Take a torch tensor, or an array of another library through DLPack.
+
+    Raises:
+        TypeError: neither.
+    """
+    if isinstance(value, torch.Tensor):
+        return value
+    if hasattr(value, "__dlpack__"):
+        try:
+            return torch.from_dlpack(value)
+        except (BufferError, RuntimeError, TypeError) as error:
+            raise TypeError(
+                f"{name}: expected an array that DLPack can hand over ({error})"
+            ) from error
+    raise TypeError(f"{name}: expected a tensor, got {type(value).__name__}")
+
+
+def rows(
+    name: str, x: Any, supported: tuple[torch.dtype, ...], hidden_size: int | None = None
+) -> Rows:
+    """Check rows ``[T, hidden]``: a tensor of a supported dtype, or an FP8 pair (codes, scales).
+
+    Returns:
+        contiguous tensors, detached.
+    """
+    if isinstance(x, (tuple, list)):
+        if len(x) != 2:
+            raise TypeError(
+                f"{name}: expected a tensor or a pair (codes, scales), got {len(x)} items"
+            )
+        return _fp8_pair(
+            name, as_tensor(name, x[0]), as_tensor(f"{name} scales", x[1]), hidden_size
+        )
+    tensor = as_tensor(name, x)
+    if tensor.dtype not in supported:
+        raise TypeError(
+            f"{name}: expected {_names(supported)} or an FP8 pair (float8_e4m3fn codes, float32"
+            f" scales), got {_name(tensor.dtype)}"
+        )
+    _row_shape(name, tensor, hidden_size)
+    return tensor.detach().contiguous()
+
+
+def _fp8_pair(
+    name: str, codes: torch.Tensor, scales: torch.Tensor, hidden_size: int | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    if codes.dtype != torch.float8_e4m3fn or scales.dtype != torch.float32:
+        raise TypeError(
+            f"{name}: expected a pair of float8_e4m3fn codes and float32 scales, got"
+            f" {_name(codes.dtype)} and {_name(scales.dtype)}"
+        )
+    _row_shape(name, codes, hidden_size)
+    expected = (codes.shape[0], -(-codes.shape[1] // FP8_BLOCK))
+    if tuple(scales.shape) != expected:
+        raise ValueError(
+            f"{name} scales: expected shape {list(expected)} (one for {FP8_BLOCK} elements), got"
+            f" {list(scales.shape)}"
+        )
+    if codes.device != scales.device:
+        raise ValueError(
+            f"{name} scales: expected on {codes.device} as the codes, got {scales.device}"
+        )
+    return codes.detach().contiguous(), scales.detach().contiguous()
+
+
+def _row_shape(name: str, tensor: torch.Tensor, hidden_size: int | None) -> None:
+    if tensor.dim() != 2:
+        raise ValueError(f"{name}: expected shape [tokens, hidden], got {list(tensor.shape)}")
+    hidden(tensor.shape[1])
+    if hidden_size is not None and tensor.shape[1] != hidden_size:
+        raise ValueError(f"{name}: expected hidden {hidden_size}, got {tensor.shape[1]}")
+
+
+def topk_idx(value: Any, num_tokens: int, num_experts: int, device: torch.device) -> torch.Tensor:
+    """Check expert indices ``[T, K]``: int32 or int64, -1 or an expert."""
+    idx = as_tensor("topk_idx", value)
+    if idx.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"topk_idx: expected int32 or int64, got {_name(idx.dtype)}")
+    if idx.dim() != 2 or idx.shape[0] != num_tokens or idx.shape[1] < 1:
+        raise ValueError(
+            f"topk_idx: expected shape [{num_tokens}, K] with K >= 1 ({num_tokens} tokens in x),"
+            f" got {list(idx.shape)}"
+        )
+    if idx.device != device:
+        raise ValueError(f"topk_idx: expected on {device} as x, got {idx.device}")
+    if idx.numel() and not (int(idx.min()) >= -1 and int(idx.max()) < num_experts):
+        wrong = torch.nonzero((idx < -1) | (idx >= num_experts))[0].tolist()
+        raise ValueError(
+            f"topk_idx: expected values in -1..{num_experts - 1} ({num_experts} experts), got"
+            f" {int(idx[tuple(wrong)])} at {wrong}"
+        )
+    return idx.detach().contiguous()
+
+
+def topk_weights(value: Any, idx: torch.Tensor) -> torch.Tensor:
+    """Check routing weights ``[T, K]``, any float; computed in float32."""
+    weights = as_tensor("topk_weights", value)
+    if not weights.dtype.is_floating_point or weights.dtype.itemsize < 2:
+        raise TypeError(f"topk_weights: expected a float dtype, got {_name(weights.dtype)}")
+    if weights.shape != idx.shape:
+        raise ValueError(
+            f"topk_weights: expected shape {list(idx.shape)} as topk_idx, got {list(weights.shape)}"
+        )
+    if weights.device != idx.device:
+        raise ValueError(f"topk_weights: expected on {idx.device} as x, got {weights.device}")
+    return weights.detach().to(torch.float32).contiguous()
+
+
+def expert_out(value: Any, num_rows: int, hidden_size: int, device: torch.device) -> torch.Tensor:
+    """Check expert outputs ``[M, hidden]`` bfloat16."""
+    out = as_tensor("expert_out", value)
+    if out.dtype != torch.bfloat16:
+        raise TypeError(f"expert_out: expected bfloat16, got {_name(out.dtype)}")
+    if tuple(out.shape) != (num_rows, hidden_size):
+        raise ValueError(
+            f"expert_out: expected shape [{num_rows}, {hidden_size}] as the rows of dispatch, got"
+            f" {list(out.shape)}"
+        )
+    if out.device != device:
+        raise ValueError(f"expert_out: expected on {device} as x of dispatch, got {out.device}")
+    return out.detach().contiguous()
+
+
+def no_gradient(name: str, *tensors: Any) -> None:
+    """Refuse inputs that want a gradient: none would come.
+
+    Raises:
+        RuntimeError: gradients are enabled and one of the tensors requires one.
+    """
+    if torch.is_grad_enabled() and any(
+        isinstance(t, torch.Tensor) and t.requires_grad for t in tensors
+    ):
+        raise RuntimeError(
+            f"{name}: expected no gradient to be wanted, got requires_grad=True (not differentiable"
+            " in this release; use torch.no_grad() or detach())"
+        )
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _names(dtypes: tuple[torch.dtype, ...]) -> str:
+    return ", ".join(_name(d) for d in dtypes)
