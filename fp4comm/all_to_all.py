@@ -131,6 +131,8 @@ class AllToAll:
         self._is_open = True
         self._num_calls = 0
         failure = _failure_of(self._check_arguments)
+        if failure is not None:
+            self.timeout_s = transport.timeout_s
         with self._phase("AllToAll(...)", "counts"):
             drawn = random.SystemRandom().getrandbits(62)
             self._number = agreement.drawn_by_rank_0(transport, drawn)
@@ -348,8 +350,7 @@ class AllToAll:
                 f"num_experts: expected at most {check.MAX_LOCAL_EXPERTS} a rank ({num_ranks}"
                 f" ranks), got {self.num_experts}"
             )
-        if not self.timeout_s > 0:
-            raise ValueError(f"timeout_s: expected more than 0 seconds, got {self.timeout_s}")
+        check.seconds("timeout_s", self.timeout_s)
 
     def _check_open(self) -> None:
         if not self._is_open:

@@ -10,6 +10,8 @@ from fp4comm.formats import FP8_BLOCK, MX_BLOCK
 
 MAX_LOCAL_EXPERTS = 2**15 - 1  # the route carries local experts as int16
 
+WHY = "(an MX block has 32 elements)"
+
 Rows = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
 
@@ -17,9 +19,7 @@ def hidden(value: int) -> int:
     """Check the hidden size."""
     positive_int("hidden", value)
     if value % MX_BLOCK:
-        raise ValueError(
-            f"hidden: expected a multiple of {MX_BLOCK}, got {value} (an MX block has 32 elements)"
-        )
+        raise ValueError(f"hidden: expected a multiple of {MX_BLOCK}, got {value} {WHY}")
     return value
 
 
@@ -29,6 +29,15 @@ def positive_int(name: str, value: int) -> int:
         raise TypeError(f"{name}: expected an int, got {type(value).__name__}")
     if value < 1:
         raise ValueError(f"{name}: expected at least 1, got {value}")
+    return value
+
+
+def seconds(name: str, value: float) -> float:
+    """Check a time limit."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{name}: expected a number of seconds, got {type(value).__name__}")
+    if not value > 0:
+        raise ValueError(f"{name}: expected more than 0 seconds, got {value}")
     return value
 
 
@@ -108,9 +117,11 @@ def _fp8_pair(
 def _row_shape(name: str, tensor: torch.Tensor, hidden_size: int | None) -> None:
     if tensor.dim() != 2:
         raise ValueError(f"{name}: expected shape [tokens, hidden], got {list(tensor.shape)}")
-    hidden(tensor.shape[1])
-    if hidden_size is not None and tensor.shape[1] != hidden_size:
-        raise ValueError(f"{name}: expected hidden {hidden_size}, got {tensor.shape[1]}")
+    got = tensor.shape[1]
+    if hidden_size is not None and got != hidden_size:
+        raise ValueError(f"{name}: expected hidden {hidden_size}, got {got}")
+    if got < 1 or got % MX_BLOCK:
+        raise ValueError(f"{name}: expected hidden to be a multiple of {MX_BLOCK}, got {got} {WHY}")
 
 
 def topk_idx(value: Any, num_tokens: int, num_experts: int, device: torch.device) -> torch.Tensor:

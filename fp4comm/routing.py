@@ -218,7 +218,7 @@ def expert_layout(
     Example: wire rows with local experts ``[[1, 0], [1, -1], [0, -1]]`` and alignment 4 have
     slot_rows ``[[4, 0], [5, -1], [1, -1]]``; expert 1 starts at row 4.
     """
-    experts, route_weights = map(np.ascontiguousarray, _route_columns(route.numpy(), num_topk))
+    experts, route_weights = (part.copy() for part in _route_columns(route.numpy(), num_topk))
     offsets = expert_offsets(num_rows, alignment)
     flat = experts.reshape(-1)
     slots = np.flatnonzero(flat != NO_EXPERT)

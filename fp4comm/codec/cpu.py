@@ -68,9 +68,17 @@ def quantize_rows(
 def empty_rows(num_rows: int, wire: WireFormat, hidden: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Allocate wire rows: payload and scales."""
     return (
-        torch.empty((num_rows, wire.payload_bytes(hidden)), dtype=torch.uint8),
-        torch.empty((num_rows, wire.scale_bytes(hidden)), dtype=torch.uint8),
+        empty((num_rows, wire.payload_bytes(hidden)), np.uint8),
+        empty((num_rows, wire.scale_bytes(hidden)), np.uint8),
     )
+
+
+def empty(shape: tuple[int, int], dtype: type[np.generic]) -> torch.Tensor:
+    """Allocate by NumPy, which asks for huge pages.
+
+    First touch of 58 MB: 6 ms against 33 ms by torch.empty.
+    """
+    return torch.from_numpy(np.empty(shape, dtype))
 
 
 def to_fp8_rows(
@@ -89,11 +97,11 @@ def to_fp8_rows(
     """
     num_rows = payload.shape[0] if layout is None else layout.num_expert_rows
     groups = -(-hidden // FP8_BLOCK)
-    out = torch.empty((num_rows, hidden), dtype=torch.uint8)
+    out = empty((num_rows, hidden), np.uint8)
     if scale_layout == "column":
-        out_scales = torch.empty((groups, num_rows), dtype=torch.float32).t()
+        out_scales = empty((groups, num_rows), np.float32).t()
     else:
-        out_scales = torch.empty((num_rows, groups), dtype=torch.float32)
+        out_scales = empty((num_rows, groups), np.float32)
     threads.run(
         kernels.to_fp8_rows,
         payload.shape[0],
@@ -121,8 +129,7 @@ def to_bf16_rows(
 ) -> torch.Tensor:
     """Convert wire rows to ``[M, hidden]`` bfloat16, expert-major where a layout is given."""
     num_rows = payload.shape[0] if layout is None else layout.num_expert_rows
-    out = torch.empty((num_rows, hidden), dtype=torch.bfloat16)
-    bits = out.view(torch.uint16).numpy()
+    out = empty((num_rows, hidden), np.uint16)
     threads.run(
         kernels.to_bf16_rows,
         payload.shape[0],
@@ -132,18 +139,18 @@ def to_bf16_rows(
         payload.numpy(),
         scales.numpy(),
         _slot_rows(layout, payload.shape[0]),
-        bits,
+        out.numpy(),
     )
     if layout is not None:
-        _fill_padding(layout, bits, np.empty((num_rows, 0), np.float32))
-    return out
+        _fill_padding(layout, out.numpy(), np.empty((num_rows, 0), np.float32))
+    return out.view(torch.bfloat16)
 
 
 def dequantize(
     payload: torch.Tensor, scales: torch.Tensor, wire: WireFormat, hidden: int
 ) -> torch.Tensor:
     """Convert wire rows to ``[n, hidden]`` float32."""
-    out = torch.empty((payload.shape[0], hidden), dtype=torch.float32)
+    out = empty((payload.shape[0], hidden), np.float32)
     threads.run(
         kernels.dequantize,
         payload.shape[0],
@@ -178,8 +185,8 @@ def to_fp8_columns(
         num_rows, row_source = layout.num_expert_rows, layout.row_source().numpy()
         live, offsets = np.array(layout.num_rows_list), layout.expert_offsets_array
     tile_starts, tile_rows = _tiles(live, offsets)
-    out = torch.empty((hidden, num_rows), dtype=torch.uint8)
-    out_scales = torch.empty((len(tile_rows), hidden), dtype=torch.float32)
+    out = empty((hidden, num_rows), np.uint8)
+    out_scales = empty((len(tile_rows), hidden), np.float32)
     threads.run(
         kernels.to_fp8_columns,
         len(tile_rows),
@@ -238,7 +245,7 @@ def final_reduce(
     payload: torch.Tensor, scales: torch.Tensor, wire: WireFormat, hidden: int, plan: RoutePlan
 ) -> torch.Tensor:
     """Sum each token's wire rows in float32 by ascending rank: ``[T, hidden]`` bfloat16."""
-    out = torch.empty((plan.num_tokens, hidden), dtype=torch.bfloat16)
+    out = empty((plan.num_tokens, hidden), np.uint16)
     threads.run(
         kernels.final_reduce,
         plan.num_tokens,
@@ -249,9 +256,9 @@ def final_reduce(
         scales.numpy(),
         plan.place_offsets.numpy(),
         plan.places.numpy(),
-        out.view(torch.uint16).numpy(),
+        out.numpy(),
     )
-    return out
+    return out.view(torch.bfloat16)
 
 
 def _kind(wire: WireFormat) -> int:

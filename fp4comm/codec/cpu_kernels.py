@@ -21,7 +21,6 @@ from fp4comm.formats import (
     BF16_NAN,
     E2M1,
     E2M1_SCALE_MAX,
-    E2M1_VALUES,
     E4M3,
     E4M3_MAX,
     E4M3_NAN,
@@ -45,58 +44,26 @@ def jit(function):
         return njit(nogil=True)(function)
 
 
-# --- tables, made once from formats.py
+# --- constants, derived from formats.py (numba takes plain numbers, not dataclasses)
 
-
-def _e4m3_values() -> np.ndarray:
-    code = np.arange(128)
-    exponent, mantissa = code >> E4M3.mantissa_bits, code & 7
-    step = np.exp2(np.maximum(exponent, 1) - E4M3.bias - E4M3.mantissa_bits)
-    values = ((exponent > 0) * 8 + mantissa) * step
-    both = np.concatenate([values, -values]).astype(np.float32)
-    both[[0x7F, 0xFF]] = np.uint32(F32_NAN).view(np.float32)
-    return both
-
-
-def _e4m3_of(values: np.ndarray) -> np.ndarray:
-    """Round float64 values of at most 448 to E4M3, sign kept."""
-    magnitude = np.abs(values)
-    exponent = np.where(magnitude > 0, np.frexp(magnitude)[1] - 1, 1 - E4M3.bias)
-    exponent = np.maximum(exponent, 1 - E4M3.bias)
-    in_steps = np.rint(np.ldexp(magnitude, E4M3.mantissa_bits - exponent)).astype(np.int64)
-    code = in_steps + 8 * (exponent + E4M3.bias - 1)
-    return (code | np.signbit(values) * 0x80).astype(np.uint8)
-
-
-# 2**(b - 127) by scale byte, and its inverse; a NaN byte gives the NaN that is written.
+# 2**(b - 127) by scale byte; the NaN byte gives the NaN that is written.
 SCALES = np.exp2(np.arange(256.0) - 127)
 SCALES[E8M0_NAN] = np.nan
 SCALES = SCALES.astype(np.float32)
-INVERSE_SCALES = np.exp2(127 - np.arange(255.0)).astype(np.float32)
 
-E4M3_VALUES = _e4m3_values()
-_SIGNED_E2M1 = np.concatenate([E2M1_VALUES, -E2M1_VALUES])
-_BYTE = np.arange(256)
-# Both elements of a payload byte as float32, the low nibble first.
-E2M1_PAIRS = np.stack([_SIGNED_E2M1[_BYTE & 15], _SIGNED_E2M1[_BYTE >> 4]], 1).view(np.uint64)[:, 0]
-
-# Arrival: a code at a gap of g binades below the scale of its group, rounded once.
-# From MAX_GAP on every code is zero: 448 * 2**-19 and 6 * 2**(6 - 19) are below half of 2**-9.
-MAX_GAP = 19
-_GAP = np.arange(MAX_GAP + 1)[:, None]
-E4M3_AT_GAP = _e4m3_of(np.where(np.isnan(E4M3_VALUES), 0, E4M3_VALUES) * np.exp2(-_GAP))
-E4M3_AT_GAP[:, [0x7F, 0xFF]] = E4M3_NAN
-_E2M1_AT_GAP = _e4m3_of(_SIGNED_E2M1 * np.exp2(E2M1.headroom - _GAP)).astype(np.uint16)
-E2M1_PAIRS_AT_GAP = _E2M1_AT_GAP[:, _BYTE & 15] | _E2M1_AT_GAP[:, _BYTE >> 4] << 8
-
+E2M1_EMAX, E4M3_EMAX, E2M1_HEADROOM = E2M1.emax, E4M3.emax, E2M1.headroom
+E4M3_BIAS, E4M3_MANTISSA = E4M3.bias, E4M3.mantissa_bits
 FP8_ROUND = SCALE_ROUND["e4m3", "ceil"]  # the fp8 wire's default, which BF16 takes on arrival
-LEAST_NORMAL_E4M3 = np.int32((127 + 1 - E4M3.bias) << 23)
-MAGIC = np.float32(
-    2.0 ** (23 + 1 - E4M3.bias - E4M3.mantissa_bits)
-)  # its last bit is the step 2**-9
-MAGIC_BITS = MAGIC.view(np.int32)
-E2M1_EMAX, E4M3_EMAX, E2M1_HEADROOM = E2M1.emax, E4M3.emax, E2M1.headroom  # numba takes plain numbers
-E4M3_REBIAS = np.int32((127 - E4M3.bias) << E4M3.mantissa_bits)
+
+# From this gap between the scales of block and group on, every code is zero: 448 * 2**-19 and
+# 6 * 2**(6 - 19) are below half of 2**-9.
+MAX_GAP = 19
+
+SUM_COLUMNS = 2048  # of a row that are summed at a time: the float32 sums stay in the L1 cache
+MAX_STRIP = 512  # columns of a tile that are converted at a time: 64 KiB
+
+# Scale bytes up to these: an element without implicit bit can have a code other than 0.
+E2M1_SMALL, E4M3_SMALL = 2, 10
 
 
 @jit
@@ -130,6 +97,24 @@ def block_magnitude(typingctx, row, start):
     return row.dtype(row, types.intp), codegen
 
 
+@intrinsic
+def fill_block(typingctx, row, start, value):
+    """Set row[start : start + 32] to one value, in one store."""
+
+    def codegen(context, builder, signature, args):
+        array = context.make_array(signature.args[0])(context, builder, args[0])
+        element = context.get_data_type(signature.args[0].dtype)
+        vector, lane = ir.VectorType(element, MX_BLOCK), ir.IntType(32)
+        one = builder.insert_element(ir.Constant(vector, ir.Undefined), args[2], lane(0))
+        zeros = ir.Constant(ir.VectorType(lane, MX_BLOCK), [0] * MX_BLOCK)
+        filled = builder.shuffle_vector(one, ir.Constant(vector, ir.Undefined), zeros)
+        at = builder.bitcast(builder.gep(array.data, [args[1]]), vector.as_pointer())
+        builder.store(filled, at, align=1)
+        return context.get_dummy_value()
+
+    return types.none(row, types.intp, row.dtype), codegen
+
+
 # --- one row of floats -> one wire row
 
 
@@ -154,92 +139,126 @@ def small_e2m1_codes(row, start, scale, codes, mantissa_bits):
 
 
 @jit
-def encode_e2m1(row, mantissa_bits, scale_round, codes, payload_row, scale_row):
+def scale_of(magnitude, mantissa_bits, emax, largest, scale_round):
+    """Scale byte of a block, from the bit pattern of its largest magnitude; 0xFF of NaN and Inf."""
+    if magnitude >= 255 << mantissa_bits:
+        return E8M0_NAN
+    return max(0, min(((magnitude + scale_round) >> mantissa_bits) - emax, largest))
+
+
+@jit
+def encode_e2m1(row, mantissa_bits, scale_round, payload_row, scale_row):
     """MXFP4: row holds bit patterns, int16 of BF16 (7 mantissa bits) or int32 of float32 (23).
 
-    An element's code is the number of midpoints of E2M1 that its magnitude has passed.  Positive
-    floats order as their bits do, so midpoints are bit patterns too; `>` and `>=` alternate (the
-    latter as `> middle - 1`), since a midpoint's even neighbour is alternately below and above.
+    Positive floats order as their bits do, so an element is rounded by its distance from the bit
+    pattern of 1.0 at its scale.  From 1.0 on the upper bits of the distance, rounded to nearest
+    even, count codes (a carry into the exponent is right); 0.75 and 0.25 are the midpoints below.
     """
     typed = row.dtype.type
-    unit = 1 << (mantissa_bits - 7)
-    no_sign = typed((256 << mantissa_bits) - 1)
+    one, two, largest = typed(1), typed(2), typed(7)
+    code_bits = mantissa_bits - 1
+    shift, no_sign = typed(code_bits), typed((256 << mantissa_bits) - 1)
+    below_half = typed((2 << code_bits) + (1 << code_bits) // 2 - 1)  # 1.0 has code 2
+    at_0_25, at_0_75 = typed(-(4 << code_bits)), typed(-(1 << code_bits))
     to_sign, sign = typed(mantissa_bits + 5), typed(8)
+    codes = np.empty(row.shape[0], np.int16)
     for b in range(scale_row.shape[0]):
         start = b * MX_BLOCK
         magnitude = np.int64(block_magnitude(row, start))  # type: ignore[call-arg]
-        if magnitude >= 255 << mantissa_bits:
-            scale_row[b] = E8M0_NAN
+        scale = scale_of(magnitude, mantissa_bits, E2M1_EMAX, E2M1_SCALE_MAX, scale_round)
+        scale_row[b] = scale
+        if scale == E8M0_NAN:
             codes[start : start + MX_BLOCK] = 0
             continue
-        scale = ((magnitude + scale_round) >> mantissa_bits) - E2M1_EMAX
-        scale = max(0, min(scale, E2M1_SCALE_MAX))
-        scale_row[b] = scale
-        if scale <= 2:
+        if scale <= E2M1_SMALL:
             small_e2m1_codes(row, start, scale, codes, mantissa_bits)
             continue
-        one = scale << mantissa_bits  # the bit pattern of 1.0 at this scale
-        above_0_25 = typed(one - 256 * unit)
-        from_0_75 = typed(one - 64 * unit - 1)
-        above_1_25 = typed(one + 32 * unit)
-        from_1_75 = typed(one + 96 * unit - 1)
-        above_2_5 = typed(one + 160 * unit)
-        from_3_5 = typed(one + 224 * unit - 1)
-        above_5 = typed(one + 288 * unit)
+        at_1 = typed(scale << mantissa_bits)
         for i in range(MX_BLOCK):
             v = row[start + i]
-            a = np.bitwise_and(v, no_sign)
-            code = np.add(typed(a > above_0_25), typed(a > from_0_75))
-            code = np.add(code, typed(a > above_1_25))
-            code = np.add(code, typed(a > from_1_75))
-            code = np.add(code, typed(a > above_2_5))
-            code = np.add(code, typed(a > from_3_5))
-            code = np.add(code, typed(a > above_5))
-            codes[start + i] = np.bitwise_or(code, np.bitwise_and(np.right_shift(v, to_sign), sign))
+            distance = np.subtract(np.bitwise_and(v, no_sign), at_1)
+            odd = np.bitwise_and(np.right_shift(distance, shift), one)
+            code = np.right_shift(np.add(np.add(distance, below_half), odd), shift)
+            code = np.maximum(np.minimum(code, largest), two)
+            code = code if distance >= at_0_75 else typed(distance > at_0_25)
+            negative = np.bitwise_and(np.right_shift(v, to_sign), sign)
+            codes[start + i] = np.int16(np.bitwise_or(code, negative))
     pairs = codes.view(np.uint32)
     for i in range(payload_row.shape[0]):
         payload_row[i] = np.uint8(np.bitwise_or(pairs[i], np.right_shift(pairs[i], np.uint32(12))))
 
 
 @jit
-def e4m3_from_scaled(value):
-    """E4M3 code of a float32, rounded to nearest even, saturating at 448."""
-    bits = bits_of(value)
-    magnitude = np.bitwise_and(bits, np.int32(0x7FFFFFFF))
-    odd = np.bitwise_and(np.right_shift(magnitude, np.int32(20)), np.int32(1))
-    rounded = np.right_shift(np.add(np.add(magnitude, np.int32(0x7FFFF)), odd), np.int32(20))
-    normal = np.minimum(np.subtract(rounded, E4M3_REBIAS), np.int32(E4M3_MAX))
-    # Subnormal codes: adding MAGIC rounds to their step.
-    subnormal = np.subtract(bits_of(np.float32(float_of(magnitude) + MAGIC)), MAGIC_BITS)
-    code = normal if magnitude >= LEAST_NORMAL_E4M3 else subnormal
-    return np.bitwise_or(code, np.bitwise_and(np.right_shift(bits, np.int32(24)), np.int32(0x80)))
+def small_e4m3_codes(row, start, stop, scale, codes_row, mantissa_bits):
+    """E4M3 codes of elements under a scale byte of at most 10: some may have no implicit bit.
+
+    Magnitudes are integers here, in units of the smallest subnormal of the input format.
+    """
+    implicit = 1 << mantissa_bits
+    step = scale + mantissa_bits - 10  # log2 of the step 2**-9 at this scale, in units
+    for i in range(start, stop):
+        magnitude = np.int64(row[i]) & ((implicit << 8) - 1)
+        exponent = magnitude >> mantissa_bits
+        if exponent > 0:
+            magnitude = ((magnitude & (implicit - 1)) | implicit) << (exponent - 1)
+        in_steps = magnitude / 2.0**step
+        shift = 0
+        while in_steps >= 16.0:
+            in_steps /= 2.0
+            shift += 1
+        code = np.int64(np.rint(in_steps)) + 8 * shift
+        codes_row[i] = min(code, E4M3_MAX) | (0x80 if row[i] < 0 else 0)
 
 
 @jit
-def encode_e4m3(values, block, scale_round, payload_row, scale_row):
-    """Blocks of E4M3 codes of a float32 row, which is scaled in place."""
-    hidden = payload_row.shape[0]
-    bits = values.view(np.int32)
+def encode_e4m3(row, mantissa_bits, block, scale_round, codes_row, scale_row):
+    """Blocks of E4M3 codes: row as in `encode_e2m1`.
+
+    With the exponents rebased, the upper bits of a float are the code, and rounding them to nearest
+    even carries into the exponent as it should.  Below the least normal code the significand is
+    shifted further, with its implicit bit.
+    """
+    typed = row.dtype.type
+    one = typed(1)
+    mantissa, shift = typed(mantissa_bits), typed(mantissa_bits - E4M3_MANTISSA)
+    below_half = typed((1 << (mantissa_bits - E4M3_MANTISSA - 1)) - 1)
+    no_sign, implicit = typed((256 << mantissa_bits) - 1), typed(1 << mantissa_bits)
+    to_sign, sign = typed(mantissa_bits + 1), typed(0x80)
+    least_shift, most_shift = typed(mantissa_bits - E4M3_MANTISSA + 1), typed(mantissa_bits + 3)
+    largest = typed(E4M3_MAX)
+    rebase = np.empty_like(row)
     for b in range(scale_row.shape[0]):
-        start = b * block
-        stop = min(start + block, hidden)
+        start, stop = b * block, min((b + 1) * block, row.shape[0])
         magnitude = np.int64(0)
         for at in range(start, stop, MX_BLOCK):
-            largest = np.int64(block_magnitude(bits, at))  # type: ignore[call-arg]
-            magnitude = max(magnitude, largest)
-        if magnitude >= 255 << 23:
-            scale_row[b] = E8M0_NAN
-            values[start:stop] = 0.0
-            continue
-        scale = ((magnitude + scale_round) >> 23) - E4M3_EMAX
-        scale = max(0, min(scale, E8M0_MAX))
+            magnitude = max(magnitude, np.int64(block_magnitude(row, at)))  # type: ignore[call-arg]
+        scale = scale_of(magnitude, mantissa_bits, E4M3_EMAX, E8M0_MAX, scale_round)
         scale_row[b] = scale
-        inverse = INVERSE_SCALES[scale]
         for at in range(start, stop, MX_BLOCK):
-            for i in range(MX_BLOCK):
-                values[at + i] = values[at + i] * inverse
-    for i in range(hidden):
-        payload_row[i] = np.uint8(e4m3_from_scaled(values[i]))
+            fill_block(rebase, at, typed((scale - E4M3_BIAS) << mantissa_bits))  # type: ignore[call-arg]
+    for i in range(row.shape[0]):
+        v = row[i]
+        a = np.bitwise_and(v, no_sign)
+        t = np.subtract(a, rebase[i])
+        odd = np.bitwise_and(np.right_shift(t, shift), one)
+        normal = np.right_shift(np.add(np.add(t, below_half), odd), shift)
+        normal = np.minimum(normal, largest)
+        further = np.subtract(least_shift, np.right_shift(t, mantissa))
+        further = np.maximum(np.minimum(further, most_shift), one)
+        significand = np.bitwise_or(np.bitwise_and(a, np.subtract(implicit, one)), implicit)
+        odd = np.bitwise_and(np.right_shift(significand, further), one)
+        half = np.left_shift(one, np.subtract(further, one))
+        rounded = np.add(significand, np.add(np.subtract(half, one), odd))
+        subnormal = np.right_shift(rounded, further)
+        code = normal if t >= implicit else subnormal
+        negative = np.bitwise_and(np.right_shift(v, to_sign), sign)
+        codes_row[i] = np.uint8(np.bitwise_or(code, negative))
+    for b in range(scale_row.shape[0]):
+        start, stop = b * block, min((b + 1) * block, row.shape[0])
+        if scale_row[b] <= E4M3_SMALL:
+            small_e4m3_codes(row, start, stop, np.int64(scale_row[b]), codes_row, mantissa_bits)
+        elif scale_row[b] == E8M0_NAN:
+            codes_row[start:stop] = 0
 
 
 @jit
@@ -260,12 +279,12 @@ def encode_bf16(values, row):
 
 
 @jit
-def encode_row(kind, block, scale_round, values, codes, payload_row, scale_row):
-    """One float32 row -> one wire row.  Destroys the row."""
+def encode_row(kind, block, scale_round, values, payload_row, scale_row):
+    """One float32 row -> one wire row."""
     if kind == E2M1_ROWS:
-        encode_e2m1(values.view(np.int32), 23, scale_round, codes, payload_row, scale_row)
+        encode_e2m1(values.view(np.int32), 23, scale_round, payload_row, scale_row)
     elif kind == E4M3_ROWS:
-        encode_e4m3(values, block, scale_round, payload_row, scale_row)
+        encode_e4m3(values.view(np.int32), 23, block, scale_round, payload_row, scale_row)
     else:
         encode_bf16(values, payload_row.view(np.uint16))
 
@@ -287,36 +306,66 @@ def widen_bf16(row, values):
 
 
 @jit
+def spread_e2m1(payload_row, codes_row):
+    """MXFP4 payload -> a byte an element, each the E4M3 code of its value times 2**-6.
+
+    The three low bits of a nibble at bits 4..2 of an E4M3 byte are just that, subnormal 0.5 and
+    zero included.
+    """
+    pairs = codes_row.view(np.uint16)
+    for i in range(payload_row.shape[0]):
+        v = np.uint16(payload_row[i])
+        nibbles = np.bitwise_and(
+            np.bitwise_or(v, np.left_shift(v, np.uint16(4))), np.uint16(0x0F0F)
+        )
+        magnitude = np.left_shift(np.bitwise_and(nibbles, np.uint16(0x0707)), np.uint16(2))
+        sign = np.left_shift(np.bitwise_and(nibbles, np.uint16(0x0808)), np.uint16(4))
+        pairs[i] = np.bitwise_or(magnitude, sign)
+
+
+@jit
+def decode_e4m3(codes_row, exponent, scales_row, values):
+    """E4M3 codes -> float32 values times 2**exponent (0 or 6) times a float32 scale an element."""
+    rebias = np.int32((127 - E4M3_BIAS + exponent) << 23)
+    step = np.float32(2.0 ** (exponent + 1 - E4M3_BIAS - E4M3_MANTISSA))
+    for i in range(codes_row.shape[0]):
+        v = np.int32(codes_row[i])
+        magnitude = np.bitwise_and(v, np.int32(0x7F))
+        normal = np.add(np.left_shift(magnitude, np.int32(20)), rebias)
+        subnormal = bits_of(np.float32(magnitude) * step)
+        bits = normal if magnitude >= np.int32(8) else subnormal
+        bits = np.bitwise_or(bits, np.left_shift(np.bitwise_and(v, np.int32(0x80)), np.int32(24)))
+        bits = np.int32(F32_NAN) if magnitude == np.int32(E4M3_NAN) else bits
+        values[i] = float_of(bits) * scales_row[i]
+
+
+@jit
 def decode_row(kind, block, payload_row, scale_row, values):
     """One wire row -> one float32 row; block NaNs decode to the one NaN."""
     if kind == BFLOAT16_ROWS:
         widen_bf16(payload_row.view(np.int16), values)
         return
-    if kind == E2M1_ROWS:
-        pairs = values.view(np.uint64)
-        for i in range(payload_row.shape[0]):
-            pairs[i] = E2M1_PAIRS[payload_row[i]]
-    else:
-        for i in range(payload_row.shape[0]):
-            values[i] = E4M3_VALUES[payload_row[i]]
+    scales_row = np.empty(values.shape[0], np.float32)
     for b in range(scale_row.shape[0]):
-        scale = SCALES[scale_row[b]]
         for at in range(b * block, min((b + 1) * block, values.shape[0]), MX_BLOCK):
-            for i in range(MX_BLOCK):
-                values[at + i] = values[at + i] * scale
+            fill_block(scales_row, at, SCALES[scale_row[b]])  # type: ignore[call-arg]
+    if kind == E2M1_ROWS:
+        codes_row = np.empty(values.shape[0], np.uint8)
+        spread_e2m1(payload_row, codes_row)
+        decode_e4m3(codes_row, E2M1_HEADROOM, scales_row, values)
+    else:
+        decode_e4m3(payload_row, 0, scales_row, values)
 
 
 @jit
 def decode_fp8_row(codes_row, scale_row, values):
     """An FP8 input row -> float32: one rounding a product; an unfit scale makes its group NaN."""
+    scales_row = np.empty(values.shape[0], np.float32)
     for group in range(scale_row.shape[0]):
         scale = scale_row[group]
-        start, stop = group * FP8_BLOCK, min((group + 1) * FP8_BLOCK, codes_row.shape[0])
-        if 0 < scale < np.inf:
-            for i in range(start, stop):
-                values[i] = E4M3_VALUES[codes_row[i]] * scale
-        else:
-            values[start:stop] = np.nan
+        fit = scale if 0 < scale < np.inf else np.float32(np.nan)
+        scales_row[group * FP8_BLOCK : (group + 1) * FP8_BLOCK] = fit
+    decode_e4m3(codes_row, 0, scales_row, values)
 
 
 # --- before the exchange
@@ -336,8 +385,6 @@ def quantize_bf16_rows(
     first, last, x, kind, block, scale_round, place_offsets, places, payload, scales
 ):
     """Rows of x, int16 bit patterns of BF16 -> wire rows.  See `cpu.quantize_rows`."""
-    values = np.empty(x.shape[1], np.float32)
-    codes = np.empty(x.shape[1], np.int16)
     for t in range(first, last):
         if place_offsets[t] == place_offsets[t + 1]:
             continue
@@ -345,10 +392,9 @@ def quantize_bf16_rows(
         if kind == BFLOAT16_ROWS:
             payload[row].view(np.int16)[:] = x[t]
         elif kind == E2M1_ROWS:
-            encode_e2m1(x[t], 7, scale_round >> 16, codes, payload[row], scales[row])
+            encode_e2m1(x[t], 7, scale_round >> 16, payload[row], scales[row])
         else:
-            widen_bf16(x[t], values)
-            encode_e4m3(values, block, scale_round, payload[row], scales[row])
+            encode_e4m3(x[t], 7, block, scale_round >> 16, payload[row], scales[row])
         copy_to_places(place_offsets[t], place_offsets[t + 1], places, payload, scales)
 
 
@@ -358,13 +404,12 @@ def quantize_f32_rows(
 ):
     """Rows of x, float32 -> wire rows."""
     values = np.empty(x.shape[1], np.float32)
-    codes = np.empty(x.shape[1], np.int16)
     for t in range(first, last):
         if place_offsets[t] == place_offsets[t + 1]:
             continue
         row = places[place_offsets[t]]
         values[:] = x[t]
-        encode_row(kind, block, scale_round, values, codes, payload[row], scales[row])
+        encode_row(kind, block, scale_round, values, payload[row], scales[row])
         copy_to_places(place_offsets[t], place_offsets[t + 1], places, payload, scales)
 
 
@@ -387,13 +432,12 @@ def quantize_fp8_rows(
 ):
     """Rows of E4M3 codes with a float32 scale per 128 -> wire rows."""
     values = np.empty(x.shape[1], np.float32)
-    codes = np.empty(x.shape[1], np.int16)
     for t in range(first, last):
         if place_offsets[t] == place_offsets[t + 1]:
             continue
         row = places[place_offsets[t]]
         decode_fp8_row(x[t], x_scales[t], values)
-        encode_row(kind, block, scale_round, values, codes, payload[row], scales[row])
+        encode_row(kind, block, scale_round, values, payload[row], scales[row])
         if kind == E4M3_ROWS and block == FP8_BLOCK:
             keep_fp8_groups(x[t], x_scales[t], payload[row], scales[row])
         copy_to_places(place_offsets[t], place_offsets[t + 1], places, payload, scales)
@@ -403,67 +447,123 @@ def quantize_fp8_rows(
 
 
 @jit
-def fp8_exponent(scale_row, first_block, last_block, headroom):
-    """S of the arrival rule: the exponent byte of the FP8 scale over some blocks of a row."""
-    largest = 0
-    for b in range(first_block, last_block):
-        if scale_row[b] != E8M0_NAN:
-            largest = max(largest, np.int64(scale_row[b]))
-    return max(largest - headroom, 1)
+def fp8_exponent(scale, headroom):
+    """S of the arrival rule, from the largest scale byte of a group."""
+    return max(np.int64(scale) - headroom, 1)
 
 
 @jit
-def e2m1_to_fp8(payload_row, start, stop, scale, exponent, out_row):
-    """Elements [start, stop) of an MXFP4 row, all of one block -> E4M3 codes under 2**(S - 127)."""
-    if scale == E8M0_NAN:
-        out_row[start:stop] = E4M3_NAN
-        return
-    gap = min(exponent + E2M1_HEADROOM - scale, MAX_GAP)
-    pairs = out_row.view(np.uint16)
-    for i in range(start // 2, stop // 2):
-        pairs[i] = E2M1_PAIRS_AT_GAP[gap, payload_row[i]]
+def group_exponents(block, headroom, scale_row, exponents, out_scale_row):
+    """S for each block of a row, from the largest scale of its group, and the group's FP8 scale."""
+    blocks_a_group = FP8_BLOCK // block
+    for group in range(out_scale_row.shape[0]):
+        first = group * blocks_a_group
+        last = min(first + blocks_a_group, scale_row.shape[0])
+        largest = 0
+        for b in range(first, last):
+            scale = np.int64(scale_row[b])
+            largest = max(largest, 0 if scale == E8M0_NAN else scale)
+        exponent = fp8_exponent(largest, headroom)
+        exponents[first:last] = exponent
+        out_scale_row[group] = SCALES[exponent]
 
 
 @jit
-def e4m3_to_fp8(payload_row, start, stop, scale, exponent, out_row):
-    """Elements [start, stop) of an E4M3 row, all of one block -> E4M3 codes under 2**(S - 127)."""
-    if scale == E8M0_NAN:
-        out_row[start:stop] = E4M3_NAN
-        return
-    gap = min(exponent - scale, MAX_GAP)
-    if gap > 0:
-        for i in range(start, stop):
-            out_row[i] = E4M3_AT_GAP[gap, payload_row[i]]
-        return
-    for at in range(start, stop, MX_BLOCK):
-        for i in range(at, at + MX_BLOCK):
-            v = payload_row[i]
-            is_nan = np.bitwise_and(v, np.uint8(0x7F)) == np.uint8(E4M3_NAN)
-            out_row[i] = np.uint8(E4M3_NAN) if is_nan else v
+def e2m1_to_fp8(payload_row, scale_row, exponents, out_row):
+    """MXFP4 row -> E4M3 codes of value * 2**(E - S), rounded once.
+
+    Spread, a nibble is the E4M3 code of its value times 2**-6.  To raise it by n binades, n is
+    added to the exponent field; 0.5, which has no implicit bit, becomes the power of two itself.
+    """
+    spread_e2m1(payload_row, out_row)
+    pairs, ups = out_row.view(np.uint16), np.empty(out_row.shape[0], np.uint8)  # 8 n an element
+    for b in range(scale_row.shape[0]):
+        binades = 2 * E2M1_HEADROOM - fp8_gap(scale_row[b], exponents[b], E2M1_HEADROOM)
+        fill_block(ups, b * MX_BLOCK, np.uint8(8 * max(binades, 0)))  # type: ignore[call-arg]
+    for i in range(pairs.shape[0]):
+        v, up = pairs[i], np.uint16(ups[2 * i])
+        upper = np.bitwise_or(np.right_shift(v, np.uint16(3)), np.right_shift(v, np.uint16(4)))
+        upper = np.bitwise_and(upper, np.uint16(0x0101))  # 1.0 or more
+        lower = np.bitwise_and(np.right_shift(v, np.uint16(2)), np.uint16(0x0101))
+        only_half = np.bitwise_and(lower, np.bitwise_xor(upper, np.uint16(0x0101)))
+        half_up = np.subtract(np.maximum(up, np.uint16(4)), np.uint16(4))
+        v = np.add(v, np.multiply(upper, up))
+        pairs[i] = np.add(v, np.multiply(only_half, half_up))
+    for b in range(scale_row.shape[0]):
+        start = b * MX_BLOCK
+        gap = fp8_gap(scale_row[b], exponents[b], E2M1_HEADROOM) - 2 * E2M1_HEADROOM
+        if scale_row[b] == E8M0_NAN:
+            out_row[start : start + MX_BLOCK] = E4M3_NAN
+        elif gap > 0:
+            for i in range(start, start + MX_BLOCK):
+                out_row[i] = shifted_down(out_row[i], np.int16(gap))
 
 
 @jit
-def block_to_fp8(kind, payload_row, start, stop, scale, exponent, out_row):
-    """Choose by kind."""
-    if kind == E2M1_ROWS:
-        e2m1_to_fp8(payload_row, start, stop, scale, exponent, out_row)
-    else:
-        e4m3_to_fp8(payload_row, start, stop, scale, exponent, out_row)
+def fp8_gap(scale, exponent, headroom):
+    """Binades between a block and the largest code that its group has room for; MAX_GAP is all."""
+    return min(max(np.int64(exponent) + headroom - np.int64(scale), 0), MAX_GAP)
+
+
+@jit
+def shifted_down(code, gap):
+    """Divide an E4M3 code by 2**gap (int16), rounding to nearest even; any NaN becomes 0x7F."""
+    one = np.int16(1)
+    v = np.int16(code)
+    a = np.bitwise_and(v, np.int16(0x7F))
+    exponent = np.right_shift(a, np.int16(3))
+    implicit = np.int16(8) if a >= np.int16(8) else np.int16(0)
+    significand = np.bitwise_or(np.bitwise_and(a, np.int16(7)), implicit)
+    shift = np.subtract(np.add(gap, one), np.maximum(exponent, one))
+    shift = np.maximum(np.minimum(shift, np.int16(6)), np.int16(0))
+    odd = np.bitwise_and(np.right_shift(significand, shift), one)
+    half = np.right_shift(np.left_shift(one, shift), one)
+    up = np.maximum(np.add(np.subtract(half, one), odd), np.int16(0))
+    subnormal = np.right_shift(np.add(significand, up), shift)
+    drop = np.left_shift(gap, np.int16(3))
+    shifted = np.subtract(a, drop) if exponent > gap else subnormal
+    shifted = np.bitwise_or(shifted, np.bitwise_and(v, np.int16(0x80)))
+    return np.uint8(np.int16(E4M3_NAN) if a == np.int16(E4M3_NAN) else shifted)
+
+
+@jit
+def e4m3_to_fp8(payload_row, scale_row, exponents, block, out_row):
+    """E4M3 row -> E4M3 codes of value * 2**(E - S), rounded once."""
+    gaps = np.empty(out_row.shape[0], np.int16)
+    for b in range(scale_row.shape[0]):
+        gap = np.int16(fp8_gap(scale_row[b], exponents[b], 0))
+        for at in range(b * block, min((b + 1) * block, out_row.shape[0]), MX_BLOCK):
+            fill_block(gaps, at, gap)  # type: ignore[call-arg]
+    for i in range(out_row.shape[0]):
+        out_row[i] = shifted_down(payload_row[i], gaps[i])
+    for b in range(scale_row.shape[0]):
+        if scale_row[b] == E8M0_NAN:
+            out_row[b * block : (b + 1) * block] = E4M3_NAN
 
 
 @jit
 def wire_row_to_fp8(kind, block, headroom, payload_row, scale_row, out_row, out_scale_row):
-    """One block-scaled wire row -> one FP8 row and its float32 scales."""
-    hidden, blocks_a_group = out_row.shape[0], FP8_BLOCK // block
-    for group in range(out_scale_row.shape[0]):
-        first = group * blocks_a_group
-        last = min(first + blocks_a_group, scale_row.shape[0])
-        exponent = fp8_exponent(scale_row, first, last, headroom)
-        out_scale_row[group] = SCALES[exponent]
-        for b in range(first, last):
-            start, stop = b * block, min((b + 1) * block, hidden)
-            scale = np.int64(scale_row[b])
-            block_to_fp8(kind, payload_row, start, stop, scale, exponent, out_row)
+    """One wire row -> one FP8 row and its float32 scales; BF16 is quantized as on the fp8 wire."""
+    exponents = np.empty(out_row.shape[0] // MX_BLOCK, np.uint8)
+    if kind == E2M1_ROWS:
+        group_exponents(block, headroom, scale_row, exponents, out_scale_row)
+        e2m1_to_fp8(payload_row, scale_row, exponents, out_row)
+    elif kind == E4M3_ROWS:
+        group_exponents(block, headroom, scale_row, exponents, out_scale_row)
+        e4m3_to_fp8(payload_row, scale_row, exponents, block, out_row)
+    else:
+        bf16_to_fp8(payload_row.view(np.int16), FP8_BLOCK, out_row, out_scale_row)
+
+
+@jit
+def bf16_to_fp8(row, block, out_row, out_scale_row):
+    """BF16 (int16) -> E4M3 codes and float32 scales of blocks, by way of the fp8 wire."""
+    codes_row = np.empty(row.shape[0], np.uint8)
+    scale_row = np.empty(out_scale_row.shape[0], np.uint8)
+    exponents = np.empty(out_scale_row.shape[0], np.uint8)
+    encode_e4m3(row, 7, block, FP8_ROUND >> 16, codes_row, scale_row)
+    group_exponents(FP8_BLOCK, 0, scale_row, exponents, out_scale_row)
+    e4m3_to_fp8(codes_row, scale_row, exponents, block, out_row)
 
 
 @jit
@@ -478,27 +578,18 @@ def first_slot(slot_rows_row):
 @jit
 def to_fp8_rows(first, last, kind, block, headroom, payload, scales, slot_rows, out, out_scales):
     """Wire rows -> FP8 rows at each of their expert rows.  See `cpu.to_fp8_rows`."""
-    hidden = out.shape[1]
-    values = np.empty(hidden, np.float32)
-    made = np.empty(hidden, np.uint8)
-    made_scales = np.empty(out_scales.shape[1], np.uint8)
-    scale_row = np.empty(out_scales.shape[1], np.float32)
+    fp8_scales = np.empty(out_scales.shape[1], np.float32)
     for r in range(first, last):
         slot = first_slot(slot_rows[r])
         if slot == slot_rows.shape[1]:
             continue
         row = slot_rows[r, slot]
-        if kind == BFLOAT16_ROWS:
-            widen_bf16(payload[r].view(np.int16), values)
-            encode_e4m3(values, FP8_BLOCK, FP8_ROUND, made, made_scales)
-            wire_row_to_fp8(E4M3_ROWS, FP8_BLOCK, 0, made, made_scales, out[row], scale_row)
-        else:
-            wire_row_to_fp8(kind, block, headroom, payload[r], scales[r], out[row], scale_row)
-        out_scales[row] = scale_row
+        wire_row_to_fp8(kind, block, headroom, payload[r], scales[r], out[row], fp8_scales)
+        out_scales[row] = fp8_scales
         for k in range(slot + 1, slot_rows.shape[1]):
             if slot_rows[r, k] >= 0:
                 out[slot_rows[r, k]] = out[row]
-                out_scales[slot_rows[r, k]] = scale_row
+                out_scales[slot_rows[r, k]] = fp8_scales
 
 
 @jit
@@ -537,34 +628,68 @@ def fill_padding(first, last, num_rows, expert_offsets, out, out_scales):
 
 
 @jit
-def strip_to_fp8(kind, payload, scales, sources, column, strip, width, exponent, tile):
-    """One strip of columns of one tile: tile[m] gets the FP8 codes of row sources[m]."""
+def strip_exponents(headroom, scales, sources, exponents):
+    """S for each strip of columns under one scale, over the rows of a tile."""
+    exponents[:] = 1
     for m in range(sources.shape[0]):
-        r = sources[m]
-        scale = np.int64(scales[r, strip])
-        if kind == E2M1_ROWS:
-            part = payload[r, column // 2 : (column + width) // 2]
-        else:
-            part = payload[r, column : column + width]
-        block_to_fp8(kind, part, 0, width, scale, exponent, tile[m])
+        for b in range(exponents.shape[0]):
+            scale = np.int64(scales[sources[m], b])
+            largest = fp8_exponent(0 if scale == E8M0_NAN else scale, headroom)
+            exponents[b] = max(np.int64(exponents[b]), largest)
 
 
 @jit
-def bf16_strip_to_fp8(x, sources, column, width, tile, exponents):
-    """The same from BF16 rows (int16): each column of the tile is one block, scale rule "ceil"."""
-    num_rows = sources.shape[0]
-    values = np.empty(TILE_ROWS, np.float32)
-    made = np.empty(TILE_ROWS, np.uint8)
-    scale = np.empty(1, np.uint8)
-    for j in range(width):
-        values[num_rows:] = 0.0
-        for m in range(num_rows):
-            values[m] = f32_from_bf16(x[sources[m], column + j])
-        encode_e4m3(values, TILE_ROWS, FP8_ROUND, made, scale)
-        exponents[j] = fp8_exponent(scale, 0, 1, 0)
-        e4m3_to_fp8(made, 0, TILE_ROWS, np.int64(scale[0]), exponents[j], made)
-        for m in range(num_rows):
-            tile[m, j] = made[m]
+def bf16_tile_to_fp8(x, sources, transposed, out_scale_row):
+    """FP8 codes of a tile from BF16 rows (int16): each column is one block, scale rule "ceil"."""
+    column = np.zeros(TILE_ROWS, np.int16)
+    for j in range(transposed.shape[0]):
+        for m in range(sources.shape[0]):
+            column[m] = x[sources[m], j]
+        bf16_to_fp8(column, TILE_ROWS, transposed[j], out_scale_row[j : j + 1])
+
+
+@jit
+def tile_to_fp8(kind, block, codes, scales, sources, exponents, transposed, out_scale_row):
+    """FP8 codes of a tile from block-scaled rows; a strip of columns has one exponent."""
+    tile = np.empty((TILE_ROWS, transposed.shape[0]), np.uint8)
+    for m in range(sources.shape[0]):
+        if kind == E2M1_ROWS:
+            e2m1_to_fp8(codes[sources[m]], scales[sources[m]], exponents, tile[m])
+        else:
+            e4m3_to_fp8(codes[sources[m]], scales[sources[m]], exponents, block, tile[m])
+    transpose_bytes(tile, sources.shape[0], transposed)
+    for j in range(transposed.shape[0]):
+        out_scale_row[j] = SCALES[exponents[j // block]]
+
+
+@jit
+def transpose_bytes(tile, num_rows, transposed):
+    """Set transposed[j, m] = tile[m, j] for the first num_rows rows (at least) of the tile.
+
+    Eight by eight bytes at a time: in three steps, neighbouring halves of two words change places.
+    """
+    words = np.empty(8, np.uint64)
+    tile_words, transposed_words = tile.view(np.uint64), transposed.view(np.uint64)
+    for m in range(0, num_rows, 8):
+        for j in range(0, tile.shape[1], 8):
+            for i in range(8):
+                words[i] = tile_words[m + i, j >> 3]
+            for i in range(4):
+                swap_parts(words, i, i + 4, np.uint64(32), np.uint64(0x00000000FFFFFFFF))
+            for i in (0, 1, 4, 5):
+                swap_parts(words, i, i + 2, np.uint64(16), np.uint64(0x0000FFFF0000FFFF))
+            for i in (0, 2, 4, 6):
+                swap_parts(words, i, i + 1, np.uint64(8), np.uint64(0x00FF00FF00FF00FF))
+            for i in range(8):
+                transposed_words[j + i, m >> 3] = words[i]
+
+
+@jit
+def swap_parts(words, a, b, shift, mask):
+    """Exchange the upper parts of words[a] with the lower parts of words[b]."""
+    change = ((words[a] >> shift) ^ words[b]) & mask
+    words[b] ^= change
+    words[a] ^= change << shift
 
 
 @jit
@@ -584,31 +709,27 @@ def to_fp8_columns(
 ):
     """Tiles [first, last) of expert rows -> FP8 columns.  See `cpu.to_fp8_columns`."""
     hidden = out.shape[0]
-    width = block if block > 0 else MX_BLOCK
-    tile = np.empty((TILE_ROWS, width), np.uint8)
-    exponents = np.empty(width, np.int64)
+    elements_a_byte = hidden // payload.shape[1]
+    exponents = np.empty(scales.shape[1], np.uint8)
     for t in range(first, last):
         start, num_rows = tile_starts[t], tile_rows[t]
         sources = row_source[start : start + num_rows]
-        for strip in range((hidden + width - 1) // width):
-            column = strip * width
-            columns = min(width, hidden - column)
+        strip_exponents(headroom, scales, sources, exponents)
+        for column in range(0, hidden, MAX_STRIP):
+            stop = min(column + MAX_STRIP, hidden)
+            transposed = np.empty((stop - column, TILE_ROWS), np.uint8)
+            scale_row = out_scales[t, column:stop]
             if kind == BFLOAT16_ROWS:
-                x = payload.view(np.int16)
-                bf16_strip_to_fp8(x, sources, column, columns, tile, exponents)
+                x = payload.view(np.int16)[:, column:stop]
+                bf16_tile_to_fp8(x, sources, transposed, scale_row)
             else:
-                exponent = 1
-                for m in range(num_rows):
-                    row_scales = scales[sources[m]]
-                    exponent = max(exponent, fp8_exponent(row_scales, strip, strip + 1, headroom))
-                exponents[:] = exponent
-                strip_to_fp8(kind, payload, scales, sources, column, strip, columns, exponent, tile)
-            for j in range(columns):
-                out_scales[t, column + j] = SCALES[exponents[j]]
-                out_row = out[column + j]
-                for m in range(num_rows):
-                    out_row[start + m] = tile[m, j]
-                out_row[start + num_rows : tile_starts[t + 1]] = 0
+                codes = payload[:, column // elements_a_byte : stop // elements_a_byte]
+                blocks = slice(column // block, (stop + block - 1) // block)
+                part, strip = scales[:, blocks], exponents[blocks]
+                tile_to_fp8(kind, block, codes, part, sources, strip, transposed, scale_row)
+            for j in range(stop - column):
+                out[column + j, start : start + num_rows] = transposed[j, :num_rows]
+                out[column + j, start + num_rows : tile_starts[t + 1]] = 0
 
 
 # --- combine
@@ -631,15 +752,27 @@ def weighted_reduce(
 ):
     """Sum the expert outputs of each wire row.  See `cpu.weighted_reduce`."""
     total = np.empty(expert_out.shape[1], np.float32)
-    codes = np.empty(expert_out.shape[1], np.int16)
     weighted = weights.shape[0] > 0
     for r in range(first, last):
         total[:] = 0.0
-        for k in range(slot_rows.shape[1]):
-            if slot_rows[r, k] >= 0:
-                weight = weights[r, k] if weighted else np.float32(1.0)
-                add_bf16_row(total, expert_out[slot_rows[r, k]], weight, weighted)
-        encode_row(kind, block, scale_round, total, codes, payload[r], scales[r])
+        for column in range(0, total.shape[0], SUM_COLUMNS):
+            stop = min(column + SUM_COLUMNS, total.shape[0])
+            for k in range(slot_rows.shape[1]):
+                if slot_rows[r, k] >= 0:
+                    row = expert_out[slot_rows[r, k], column:stop]
+                    weight = weights[r, k] if weighted else np.float32(1.0)
+                    add_bf16_row(total[column:stop], row, weight, weighted)
+        encode_row(kind, block, scale_round, total, payload[r], scales[r])
+
+
+@jit
+def sum_bf16_rows(total, payload, places):
+    """Add BF16 wire rows in the order of places."""
+    for column in range(0, total.shape[0], SUM_COLUMNS):
+        stop = min(column + SUM_COLUMNS, total.shape[0])
+        for p in range(places.shape[0]):
+            row = payload[places[p]].view(np.int16)[column:stop]
+            add_bf16_row(total[column:stop], row, np.float32(1.0), False)
 
 
 @jit
@@ -649,12 +782,12 @@ def final_reduce(first, last, kind, block, payload, scales, place_offsets, place
     values = np.empty(out.shape[1], np.float32)
     for t in range(first, last):
         total[:] = 0.0
-        for p in range(place_offsets[t], place_offsets[t + 1]):
-            row = places[p]
-            if kind == BFLOAT16_ROWS:
-                add_bf16_row(total, payload[row].view(np.int16), np.float32(1.0), False)
-            else:
-                decode_row(kind, block, payload[row], scales[row], values)
+        own = places[place_offsets[t] : place_offsets[t + 1]]
+        if kind == BFLOAT16_ROWS:
+            sum_bf16_rows(total, payload, own)
+        else:
+            for p in range(own.shape[0]):
+                decode_row(kind, block, payload[own[p]], scales[own[p]], values)
                 for i in range(total.shape[0]):
                     total[i] = total[i] + values[i]
         encode_bf16(total, out[t])

@@ -1,0 +1,427 @@
+"""The codec's operations against a copy of the same bytes and against the peers, on this machine.
+
+    python benchmarks/bench_codec.py [--tokens 4096] [--hidden 7168] [--threads 1] [--op NAME]
+                                     [--json FILE]
+
+Each operation and the copy it is measured by run in turn in one process, so that a drift of the
+machine meets both; medians.  `share` is the time of a NumPy copy over the operation's time: for
+quantize_rows a copy of its input, for all others a copy of what they write.  Times include the
+allocation of the outputs, as callers see them.  Every operation's result is compared with the
+reference on its first rows (#wrong), before it is timed.  The peer is torchao's `to_mx`, run once
+for each of its scale modes, eager and under torch.compile; the fastest counts.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import click
+import numpy as np
+import torch
+from safetensors.torch import load_file
+
+from fp4comm import WireFormat, machine, quantize, reference, routing
+from fp4comm.codec import cpu
+from fp4comm.packed import PackedRows
+
+WIRES = ("bf16", "fp8", "mxfp8", "mxfp4")
+NUM_EXPERTS, TOPK, NUM_RANKS = 64, 2, 8  # of the layouts that arrival and the reduces work on
+CHECKED_ROWS = 48
+LAYERS = Path(__file__).resolve().parents[1] / "tests" / "data"
+
+Arrays = tuple[np.ndarray, ...]
+
+
+class Case:
+    """One operation: how to run it, the copy that it is measured by, what it should give."""
+
+    def __init__(
+        self,
+        op: str,
+        wire: str,
+        run: Callable[[], Any],
+        copied: tuple[int, int],
+        check: Callable[[Any], int],
+    ) -> None:
+        """Take an operation; copied: rows and bytes a row of the copy."""
+        self.op, self.wire, self.run, self.copied, self.check = op, wire, run, copied, check
+
+
+def median_times(functions: list[Callable[[], Any]], repeats: int) -> list[list[float]]:
+    """Seconds of each function, called in turn."""
+    times: list[list[float]] = [[] for _ in functions]
+    for _ in range(repeats):
+        for function, own in zip(functions, times, strict=True):
+            start = time.perf_counter()
+            function()
+            own.append(time.perf_counter() - start)
+    return times
+
+
+def bits(tensor: torch.Tensor) -> np.ndarray:
+    """BF16 bit patterns."""
+    return tensor.view(torch.int16).numpy().view(np.uint16)
+
+
+def wrong_rows(got: Arrays, want: Arrays) -> int:
+    """Rows in which any part differs, as bytes."""
+    wrong = np.zeros(len(want[0]), bool)
+    for g, w in zip(got, want, strict=True):
+        as_bytes = [
+            np.ascontiguousarray(a).reshape(len(w), -1).view(np.uint8) for a in (g[: len(w)], w)
+        ]
+        wrong |= (as_bytes[0] != as_bytes[1]).any(axis=1)
+    return int(wrong.sum())
+
+
+def quantize_cases(x: torch.Tensor) -> Iterator[Case]:
+    """quantize_rows from BF16 and from FP8, in order and scattered to the wire rows of 8 ranks."""
+    num_tokens, hidden = x.shape
+    packed = quantize(x, "fp8")
+    scales = 0.5 + torch.rand(packed.scales.shape)
+    pair = packed.payload.view(torch.float8_e4m3fn), scales
+    generator = torch.Generator().manual_seed(1)
+    idx = torch.rand(num_tokens, 256, generator=generator).topk(8).indices
+    plan = routing.plan(idx, None, routing.Placement(256, NUM_RANKS))
+    first = slice(0, CHECKED_ROWS)
+    for wire in map(WireFormat, WIRES):
+
+        def check(got: Any, x: Any, wire: WireFormat = wire) -> int:
+            return wrong_rows([p.numpy() for p in got], reference.quantize_rows(x, wire))
+
+        yield Case(
+            "quantize_rows",
+            wire.name,
+            lambda wire=wire: cpu.quantize_rows(x, wire),
+            (num_tokens, 2 * hidden),
+            functools.partial(check, x=bits(x[first])),
+        )
+        yield Case(
+            "quantize_rows from FP8",
+            wire.name,
+            lambda wire=wire: cpu.quantize_rows(pair, wire),
+            (num_tokens, hidden),
+            functools.partial(check, x=(packed.payload[first].numpy(), scales[first].numpy())),
+        )
+
+    def scattered(got: Any) -> int:
+        places = plan.places[plan.place_offsets[:CHECKED_ROWS].long()].long()
+        want = reference.quantize_rows(bits(x[first]), WireFormat("mxfp4"))
+        return wrong_rows([p[places].numpy() for p in got], want)
+
+    yield Case(
+        "quantize_rows scattered",
+        "mxfp4",
+        lambda: cpu.quantize_rows(x, WireFormat("mxfp4"), plan),
+        (num_tokens, 2 * hidden),
+        scattered,
+    )
+
+
+def layout_of(num_rows: int) -> routing.ExpertLayout:
+    """Lay out wire rows that each have TOPK experts of one rank, as a skewed router would."""
+    generator = torch.Generator().manual_seed(2)
+    idx = torch.rand(num_rows, 8, generator=generator).topk(TOPK).indices
+    weights = torch.rand(num_rows, TOPK, generator=generator)
+    plan = routing.plan(idx, weights, routing.Placement(8, 1))
+    return routing.expert_layout(
+        plan.route, TOPK, plan.send_splits, plan.expert_counts.sum(0), alignment=128
+    )
+
+
+def arrival_cases(x: torch.Tensor) -> Iterator[Case]:
+    """The conversions of wire rows."""
+    num_rows, hidden = x.shape
+    layout = layout_of(num_rows)
+    source = layout.row_source().numpy()
+    groups = -(-hidden // 128)
+    for wire in map(WireFormat, WIRES):
+        packed = quantize(x, wire)
+        parts = packed.payload, packed.scales, wire, hidden
+        arrays = packed.payload.numpy(), packed.scales.numpy(), wire, hidden
+        first = source[:CHECKED_ROWS]
+
+        def fp8(got: Any, rows: Any, arrays: Any = arrays) -> int:
+            codes, scales = got
+            want = reference.to_fp8_rows(*arrays, rows)
+            return wrong_rows((codes.view(torch.uint8).numpy(), scales.numpy()), want)
+
+        def bf16(got: Any, arrays: Any = arrays) -> int:
+            return wrong_rows((bits(got),), (reference.to_bf16_rows(*arrays, first),))
+
+        def columns(got: Any, packed: PackedRows = packed) -> int:
+            sub = slice(0, 128)
+            live, offsets = np.array(layout.num_rows_list), layout.expert_offsets_array
+            own = PackedRows(
+                packed.payload.view(len(packed), -1)[:, : packed.format.payload_bytes(128)],
+                packed.scales[:, : packed.format.scale_bytes(128)],
+                packed.format,
+                128,
+            )
+            want = reference.to_fp8_columns(
+                own.payload.numpy(), own.scales.numpy(), own.format, 128, source, live, offsets
+            )
+            codes, scales = got
+            return wrong_rows((codes[sub].view(torch.uint8).numpy(),), want[:1]) + wrong_rows(
+                (scales[:, sub].numpy(),), want[1:]
+            )
+
+        def floats(got: Any, arrays: Any = arrays) -> int:
+            few = (arrays[0][:CHECKED_ROWS], arrays[1][:CHECKED_ROWS], *arrays[2:])
+            return wrong_rows((got.numpy(),), (reference.dequantize(*few),))
+
+        expanded = layout.num_expert_rows
+        yield Case(
+            "to_fp8_rows",
+            wire.name,
+            lambda p=parts: cpu.to_fp8_rows(*p),
+            (num_rows, hidden + 4 * groups),
+            functools.partial(fp8, rows=np.arange(CHECKED_ROWS)),
+        )
+        yield Case(
+            "to_fp8_rows expert-major, M-major scales",
+            wire.name,
+            lambda p=parts: cpu.to_fp8_rows(*p, layout, "column"),
+            (expanded, hidden + 4 * groups),
+            functools.partial(fp8, rows=first),
+        )
+        yield Case(
+            "to_bf16_rows expert-major",
+            wire.name,
+            lambda p=parts: cpu.to_bf16_rows(*p, layout),
+            (expanded, 2 * hidden),
+            bf16,
+        )
+        yield Case(
+            "to_fp8_columns",
+            wire.name,
+            lambda p=parts: cpu.to_fp8_columns(*p, layout),
+            (expanded, hidden),
+            columns,
+        )
+        yield Case(
+            "dequantize",
+            wire.name,
+            lambda p=parts: cpu.dequantize(*p),
+            (num_rows, 4 * hidden),
+            floats,
+        )
+
+
+def combine_cases(x: torch.Tensor) -> Iterator[Case]:
+    """The two reduces of combine."""
+    num_rows, hidden = x.shape
+    layout = layout_of(num_rows)
+    generator = torch.Generator().manual_seed(3)
+    out = torch.randn(layout.num_expert_rows, hidden, generator=generator).bfloat16()
+    idx = torch.rand(num_rows // 4, 256, generator=generator).topk(8).indices
+    plan = routing.plan(idx, None, routing.Placement(256, NUM_RANKS))
+    weights = layout.weights
+    assert weights is not None
+    for wire in map(WireFormat, WIRES):
+
+        def reduced(got: Any, wire: WireFormat = wire) -> int:
+            few = slice(0, CHECKED_ROWS)
+            slots, own = layout.slot_rows[few].numpy(), weights[few].numpy()
+            want = reference.weighted_reduce(bits(out), slots, own, wire)
+            return wrong_rows([p.numpy() for p in got], want)
+
+        yield Case(
+            "weighted_reduce",
+            wire.name,
+            lambda wire=wire: cpu.weighted_reduce(out, layout, wire, weighted=True),
+            (num_rows, wire.row_bytes(hidden)),
+            reduced,
+        )
+        sums = torch.randn(plan.num_rows, hidden, generator=generator).bfloat16()
+        packed = quantize(sums, wire)
+
+        def summed(got: Any, packed: PackedRows = packed, wire: WireFormat = wire) -> int:
+            want = reference.final_reduce(
+                packed.payload.numpy(),
+                packed.scales.numpy(),
+                wire,
+                hidden,
+                plan.place_offsets[: CHECKED_ROWS + 1].numpy(),
+                plan.places.numpy(),
+            )
+            return wrong_rows((bits(got),), (want,))
+
+        yield Case(
+            "final_reduce",
+            wire.name,
+            lambda p=packed, wire=wire: cpu.final_reduce(p.payload, p.scales, wire, hidden, plan),
+            (plan.num_tokens, 2 * hidden),
+            summed,
+        )
+
+
+def measure(case: Case, repeats: int) -> dict[str, Any]:
+    """Check a case, then time it and its copy in turn."""
+    num_wrong = case.check(case.run())
+    num_bytes = case.copied[0] * case.copied[1]
+    source = np.ones(num_bytes, np.uint8)
+    target = np.empty_like(source)
+    copy = functools.partial(np.copyto, target, source)
+    case.run(), copy()
+    times, copies = median_times([case.run, copy], repeats)
+    return {
+        "op": case.op,
+        "wire": case.wire,
+        "copied_bytes": num_bytes,
+        "median_ms": 1e3 * statistics.median(times),
+        "copy_ms": 1e3 * statistics.median(copies),
+        "gbs": num_bytes / statistics.median(times) / 1e9,
+        "share": statistics.median(copies) / statistics.median(times),
+        "wrong": num_wrong,
+    }
+
+
+def torchao_row(x: torch.Tensor, repeats: int) -> dict[str, Any] | None:
+    """Time torchao's fastest to_mx beside ours."""
+    try:
+        from torchao.prototype.mx_formats.config import ScaleCalculationMode
+        from torchao.prototype.mx_formats.mx_tensor import to_mx
+    except ImportError:
+        return None
+    ours = functools.partial(cpu.quantize_rows, x, WireFormat("mxfp4"))
+    fastest, name = None, ""
+    for mode in ScaleCalculationMode:
+        eager = functools.partial(to_mx, x, torch.float4_e2m1fn_x2, 32, mode)
+        compiled = functools.partial(torch.compile(to_mx), x, torch.float4_e2m1fn_x2, 32, mode)
+        for kind, function in (("eager", eager), ("torch.compile", compiled)):
+            try:
+                function(), ours()
+            except Exception as error:  # a mode that this release or machine cannot run
+                click.echo(f"# torchao {mode.name} {kind}: {type(error).__name__}", err=True)
+                continue
+            theirs, own = (statistics.median(t) for t in median_times([function, ours], repeats))
+            if fastest is None or theirs < fastest[0]:
+                fastest, name = (theirs, own), f"{mode.name} {kind}"
+    if fastest is None:
+        return None
+    return {
+        "op": f"torchao to_mx ({name})",
+        "wire": "mxfp4",
+        "copied_bytes": x.nbytes,
+        "median_ms": 1e3 * fastest[0],
+        "ours_ms": 1e3 * fastest[1],
+        "ours_times_faster": fastest[0] / fastest[1],
+    }
+
+
+def plan_row(repeats: int) -> dict[str, Any]:
+    """Time planning 32768 tokens, top-8 of 256 experts, 64 ranks."""
+    generator = torch.Generator().manual_seed(4)
+    idx = torch.rand(32768, 256, generator=generator).topk(8).indices
+    weights = torch.rand(32768, 8, generator=generator)
+    placement = routing.Placement(256, 64)
+    run = functools.partial(routing.plan, idx, weights, placement)
+    run()
+    times = median_times([run], max(repeats, 11))[0]
+    return {
+        "op": "plan, 32768 tokens x top-8, 256 experts, 64 ranks",
+        "median_ms": 1e3 * statistics.median(times),
+    }
+
+
+def thread_row(x: torch.Tensor, op: str, run: Callable[[], Any], repeats: int) -> dict[str, Any]:
+    """Time one thread and two in turn."""
+
+    def on(threads: int) -> None:
+        torch.set_num_threads(threads)
+        run()
+
+    on(2), on(1)
+    one, two = median_times([lambda: on(1), lambda: on(2)], repeats)
+    return {
+        "op": op,
+        "one_thread_ms": 1e3 * statistics.median(one),
+        "two_threads_ms": 1e3 * statistics.median(two),
+        "speedup": statistics.median(one) / statistics.median(two),
+    }
+
+
+def activations(tokens: int, hidden: int, data: str | None) -> torch.Tensor:
+    """Make N(0, 1) rows, or tile the real ones of a layer to the shape."""
+    if data is None:
+        return torch.randn(tokens, hidden, generator=torch.Generator().manual_seed(0)).bfloat16()
+    x = load_file(data)["x"]
+    wide = x.repeat(1, -(-hidden // x.shape[1]))[:, :hidden]
+    return wide.repeat(-(-tokens // len(wide)), 1)[:tokens].contiguous()
+
+
+@click.command()
+@click.option("--tokens", default=4096, show_default=True, help="rows")
+@click.option("--hidden", default=7168, show_default=True)
+@click.option("--threads", default=1, show_default=True, help="threads a kernel")
+@click.option("--repeats", default=11, show_default=True)
+@click.option("--op", default="", help="only operations whose name contains this")
+@click.option("--data", type=click.Path(exists=True), help="a layer of tests/data for the rows")
+@click.option("--peers/--no-peers", default=True, show_default=True, help="torchao")
+@click.option("--json", "json_path", type=click.Path(), help="write the rows there")
+def main(
+    tokens: int,
+    hidden: int,
+    threads: int,
+    repeats: int,
+    op: str,
+    data: str | None,
+    peers: bool,
+    json_path: str | None,
+) -> None:
+    """Measure the codec of this machine's CPU."""
+    torch.set_num_threads(threads)
+    x = activations(tokens, hidden, data)
+    click.echo(f"# {tokens} x {hidden}, x ~ {data or 'N(0,1)'}, {threads} thread(s) a kernel;")
+    click.echo("# share = time of a copy / time; medians, in turn; #wrong rows of the checked ones")
+    click.echo(f"{'op':42} {'wire':6} {'ms':>9} {'GB/s':>7} {'share':>6} {'#wrong':>6}")
+    rows = []
+    for family in (quantize_cases, arrival_cases, combine_cases):
+        for case in family(x):
+            if op in case.op:
+                rows.append(measure(case, repeats))
+                r = rows[-1]
+                click.echo(
+                    f"{r['op']:42} {r['wire']:6} {r['median_ms']:9.3f} {r['gbs']:7.2f}"
+                    f" {r['share']:6.2f} {r['wrong']:6}"
+                )
+    if not op:
+        rows += extra_rows(x, repeats, peers)
+    num_wrong = sum(r.get("wrong", 0) for r in rows)
+    if json_path:
+        arguments = {"tokens": tokens, "hidden": hidden, "threads": threads, "x": data or "N(0,1)"}
+        content = {"arguments": arguments, **machine.everything(), "rows": rows}
+        Path(json_path).write_text(json.dumps(content, indent=1) + "\n")
+    click.echo(f"# wrong rows: {num_wrong} {'OK' if num_wrong == 0 else 'FAILED'}")
+    raise SystemExit(num_wrong > 0)
+
+
+def extra_rows(x: torch.Tensor, repeats: int, peers: bool) -> list[dict[str, Any]]:
+    """Measure plan, threads and peers."""
+    rows = [plan_row(repeats)]
+    click.echo(f"{rows[0]['op']:49} {rows[0]['median_ms']:9.3f}")
+    if peers and (row := torchao_row(x, 3)):
+        rows.append(row)
+        click.echo(f"{row['op']:49} {row['median_ms']:9.3f}   {row['ours_times_faster']:.0f}x ours")
+    if machine.machine()["usable_cores"] > 1:
+        packed = quantize(x, "mxfp4")
+        parts = packed.payload, packed.scales, packed.format, packed.hidden
+        for op, run in (
+            ("quantize_rows", lambda: cpu.quantize_rows(x, WireFormat("mxfp4"))),
+            ("to_fp8_rows", lambda: cpu.to_fp8_rows(*parts)),
+        ):
+            row = thread_row(x, f"{op} mxfp4: two threads against one", run, repeats)
+            rows.append(row)
+            click.echo(f"{row['op']:49} {row['two_threads_ms']:9.3f}   {row['speedup']:.2f}x")
+    return rows
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,248 @@
+"""dispatch and combine on every transport against the reference."""
+
+import numpy as np
+import pytest
+import ranks
+import torch
+from rounds import ROUNDS, WIRES, Round, bf16_bits, check_round, expected, inputs, same_rows
+
+from fp4comm import AllToAll, Precision, transport
+
+RANKS = (1, 2, 3, 4, 8)
+
+
+@pytest.mark.parametrize("num_ranks", RANKS)
+@pytest.mark.parametrize("case", ROUNDS, ids=lambda case: case.id)
+def test_round_on_threads(case, num_ranks):
+    transport.run_local(num_ranks, lambda t: check_round(t, case), timeout_s=60)
+
+
+@pytest.mark.parametrize("num_ranks", RANKS)
+def test_rounds_under_mpirun(num_ranks):
+    run = ranks.mpirun(num_ranks, "rounds.py", "mpi", timeout=180)
+    ranks.passed(run)
+    assert run.stdout.count(f"{len(ROUNDS)} rounds right") == num_ranks, ranks.report(run)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+def test_rounds_on_torch_distributed(num_ranks):
+    runs = ranks.torch_ranks(num_ranks, "rounds.py", "torch", timeout=180)
+    ranks.passed(*runs)
+
+
+def rows_by_origin(case, num_ranks):
+    """Bytes of each expert row by (global token, slot), all tokens in one list cut to ranks."""
+    xs, ids, weights = zip(*(inputs(case, rank) for rank in range(8)), strict=True)
+    x, idx, w = torch.cat(xs), torch.cat(ids), torch.cat(weights)
+    cuts = [len(x) * r // num_ranks for r in range(num_ranks + 1)]
+
+    def on_rank(t):
+        own = slice(cuts[t.rank], cuts[t.rank + 1])
+        a2a = AllToAll(
+            t, num_experts=case.num_experts, hidden=case.hidden, precision=case.precision
+        )
+        d = a2a.dispatch(x[own], idx[own], w[own])
+        experts = torch.repeat_interleave(
+            torch.arange(len(d.num_rows_list)), torch.tensor(d.num_rows_list)
+        )
+        rows = torch.cat(
+            [torch.arange(n) + o for n, o in zip(d.num_rows_list, d.expert_offsets, strict=False)]
+        )
+        packed = d.rows[rows].view(torch.uint8), d.scales[rows], d.row_weights[rows]
+        # an expert that doubles, so that sums depend on the order only in their rounding
+        out = torch.zeros(len(d.row_weights), case.hidden).bfloat16()
+        values = d.packed.to_bf16(d.handle.layout)
+        out[rows] = torch.where(values.abs() < 1e30, values, 0)[rows] * 2
+        y = a2a.combine(out, d.handle)
+        return experts, [part.numpy() for part in packed], y
+
+    results = transport.run_local(num_ranks, on_rank, timeout_s=60)
+    arrived, y = [r[:2] for r in results], torch.cat([r[2] for r in results])
+    placed, first = [], 0
+    for experts, parts in arrived:
+        num_local = int(experts.max()) + 1 if len(experts) else 0
+        placed.append((first, num_local, experts, parts))
+        first += -(-case.num_experts // num_ranks) if case.num_experts % num_ranks == 0 else 0
+    return placed, y
+
+
+@pytest.mark.parametrize("wire", WIRES)
+def test_dispatched_rows_are_the_same_for_any_number_of_ranks(wire):
+    """Rows of an expert, by source token and slot, do not depend on how tokens are cut to ranks."""
+    case = Round("any ranks", wire=wire, num_experts=24, topk=3, tokens=(9, 4), hidden=160)
+    by_ranks = {}
+    outputs = {}
+    for num_ranks in RANKS:
+        placed, outputs[num_ranks] = rows_by_origin(case, num_ranks)
+        # experts in global order, each expert's rows in the order of tokens
+        by_ranks[num_ranks] = [
+            np.concatenate([parts[i] for _, _, _, parts in placed]) for i in range(3)
+        ]
+    for num_ranks in RANKS[1:]:
+        same_rows(by_ranks[num_ranks], by_ranks[1])
+        same_to_two_roundings(outputs[num_ranks], outputs[1], case)
+
+
+def same_to_two_roundings(y, y_one, case):
+    """Sums over other groups of ranks differ by two BF16 roundings of the largest part at most."""
+    xs = torch.cat([inputs(case, rank)[0] for rank in range(8)]).float()
+    largest = torch.where(xs.abs() < 1e30, xs, 0).abs().amax(1, keepdim=True) * 2 * case.topk
+    assert ((y.float() - y_one.float()).abs() <= 2 * 2**-8 * largest).all()
+
+
+def test_com_31_rounds_without_synchronization_are_those_of_the_reference():
+    """500 rounds on 4 ranks, one of which is late at random."""
+    import time
+
+    case = Round("com 31", tokens=(5, 0, 3), topk=2, num_experts=6, hidden=32)
+    arrived, sums = expected(case, 4)
+
+    def on_rank(t):
+        a2a = AllToAll(t, num_experts=6, hidden=32, expert_alignment=case.alignment)
+        x, idx, weights = inputs(case, t.rank)
+        late = np.random.default_rng(t.rank)
+        for _ in range(500):
+            if t.rank == 3 and late.random() < 0.02:
+                time.sleep(0.02)
+            d = a2a.dispatch(x, idx, weights)
+            same_rows((d.packed.payload.numpy(),), (arrived[t.rank].payload,))
+            from rounds import expert_out
+
+            y = a2a.combine(expert_out(case, t.rank, len(d.row_weights)), d.handle)
+            same_rows((bf16_bits(y),), (sums[True][t.rank],))
+
+    transport.run_local(4, on_rank, timeout_s=60)
+
+
+def one_rank(**kwargs):
+    kwargs = {"num_experts": 4, "hidden": 32, "arrive": "bf16", "expert_alignment": 1} | kwargs
+    return AllToAll(transport.open("local"), **kwargs)
+
+
+def test_grd_01_forward_by_hand():
+    """Experts that multiply by e + 1: y = 0.25 * 1 + 0.75 * 3 = 2.5."""
+    a2a = one_rank()
+    d = a2a.dispatch(
+        torch.ones(1, 32).bfloat16(), torch.tensor([[0, 2]]), torch.tensor([[0.25, 0.75]])
+    )
+    out = d.rows * torch.tensor([[1.0], [3.0]]).bfloat16()
+    assert a2a.combine(out, d.handle).tolist() == [[2.5] * 32]
+
+
+def test_com_41_sum_over_experts_is_in_float32():
+    a2a = one_rank(num_experts=8)
+    d = a2a.dispatch(torch.ones(1, 32).bfloat16(), torch.arange(8)[None], torch.full((1, 8), 0.125))
+    out = torch.ones(8, 32).bfloat16()
+    out[0] = 256
+    assert a2a.combine(out, d.handle).tolist() == [[33.0] * 32]
+
+
+def test_a_token_without_experts_gets_plus_zero():
+    a2a = one_rank()
+    d = a2a.dispatch(torch.ones(2, 32).bfloat16(), torch.tensor([[-1], [1]]), torch.ones(2, 1))
+    y = a2a.combine(d.rows, d.handle)
+    assert bf16_bits(y)[0].tolist() == [0] * 32
+
+
+def test_shp_30_each_row_keeps_its_own_scales():
+    """Token t is the constant 2**(t - 8): each received row decodes to its own."""
+    idx = torch.randperm(34, generator=torch.Generator().manual_seed(3)).reshape(2, 17) % 4
+
+    def on_rank(t):
+        x = torch.exp2(torch.arange(17) - 8.0)[:, None].expand(17, 256).bfloat16()
+        a2a = AllToAll(t, num_experts=4, hidden=256, expert_alignment=1)
+        d = a2a.dispatch(x, idx[t.rank][:, None])
+        values = d.rows.float() * d.scales.repeat_interleave(128, 1)
+        tokens = [
+            k for e in (0, 1) for r in (0, 1) for k in range(17) if idx[r][k] == 2 * t.rank + e
+        ]
+        assert values.tolist() == [[2.0 ** (k - 8)] * 256 for k in tokens]
+
+    transport.run_local(2, on_rank)
+
+
+def test_any_strides_of_x_give_the_bytes_of_the_contiguous_copy():
+    """SHP-23, GRD-24: views are never read as if they were contiguous."""
+    base = torch.randn(64, 64).bfloat16()
+    views = [torch.randn(8, 128).bfloat16()[:, ::2], base.t()[:8], base[:1].expand(8, 64)]
+    a2a = one_rank(hidden=64)
+    idx = torch.arange(8)[:, None] % 4
+    for x in views:
+        got, want = a2a.dispatch(x, idx), a2a.dispatch(x.contiguous(), idx)
+        assert torch.equal(got.packed.payload, want.packed.payload)
+        y = a2a.combine(got.rows.t().contiguous().t(), got.handle)
+        assert torch.equal(y, a2a.combine(want.rows, want.handle))
+
+
+def test_arrays_of_other_libraries_come_in_through_dlpack():
+    """INS-18: BF16 too."""
+
+    class Foreign:
+        def __init__(self, tensor):
+            self._tensor = tensor
+
+        def __dlpack__(self, **kwargs):
+            return self._tensor.__dlpack__(**kwargs)
+
+        def __dlpack_device__(self):
+            return self._tensor.__dlpack_device__()
+
+    x = torch.randn(3, 32).bfloat16()
+    idx, weights = np.array([[0, 1], [2, 3], [1, -1]]), np.ones((3, 2), np.float64)
+    a2a = one_rank()
+    got = a2a.dispatch(Foreign(x), idx, weights)
+    want = a2a.dispatch(x, torch.from_numpy(idx), torch.from_numpy(weights))
+    assert torch.equal(got.packed.payload, want.packed.payload)
+    assert got.num_rows_list == want.num_rows_list == [1, 2, 1, 1]
+
+
+def test_autocast_casts_x():
+    x = torch.randn(2, 32)
+    a2a = one_rank()
+    idx = torch.tensor([[0], [1]])
+    with torch.autocast("cpu", torch.bfloat16):
+        got = a2a.dispatch(x, idx)
+    assert torch.equal(got.packed.payload, a2a.dispatch(x.bfloat16(), idx).packed.payload)
+    with pytest.raises(TypeError, match="x: expected bfloat16"):
+        a2a.dispatch(x, idx)
+
+
+def test_packed_rows_of_a_dispatch_convert_to_what_arrival_would_have_been():
+    case = Round("packed converts", hidden=160)
+    x, idx, weights = inputs(case, 0)
+
+    def arrived(arrive):
+        a2a = one_rank(num_experts=22, hidden=160, arrive=arrive, expert_alignment=16)
+        return a2a.dispatch(x, idx, weights)
+
+    packed, fp8, bf16 = arrived("packed"), arrived("fp8"), arrived("bf16")
+    layout = packed.handle.layout
+    codes, scales = packed.packed.to_fp8_rows(layout)
+    assert torch.equal(codes.view(torch.uint8), fp8.rows.view(torch.uint8))
+    assert torch.equal(scales, fp8.scales)
+    rows = packed.packed.to_bf16(layout)
+    assert torch.equal(rows.view(torch.int16), bf16.rows.view(torch.int16))
+    expanded = packed.packed.expand(layout).to_bf16()
+    assert torch.equal(expanded.view(torch.int16), bf16.rows.view(torch.int16))
+
+
+def test_precision_takes_names_and_formats():
+    assert Precision("fp8").dispatch.name == "fp8"
+    with pytest.raises(ValueError, match="wire format: expected one of"):
+        Precision(combine="fp3")
+    with pytest.raises(TypeError, match="expected a name or a WireFormat, got int"):
+        Precision(combine=8)
+
+
+def test_one_process_imports_neither_numba_nor_mpi4py_nor_cupy():
+    """INS-01; only torch and numpy stand behind the import."""
+    import subprocess
+    import sys
+
+    code = (
+        "import sys, fp4comm\n"
+        "heavy = {'numba', 'llvmlite', 'mpi4py', 'cupy', 'click', 'rich', 'safetensors'}\n"
+        "print(sorted(heavy & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]", done.stdout

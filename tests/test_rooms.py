@@ -1,0 +1,108 @@
+"""The structure: names that every room shares, and imports that go one way."""
+
+import ast
+import importlib
+import inspect
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = ROOT / "fp4comm"
+
+# What each room may import of fp4comm; a room not named may import all.
+ALLOWED = {
+    "_version": set(),
+    "formats": set(),
+    "precision": {"formats"},
+    "check": {"formats"},
+    "routing": set(),
+    "transport": {"transport"},
+    "codec": {"codec", "formats", "routing"},
+    "reference_casts": {"formats"},
+    "reference_rows": {"formats", "reference_casts"},
+    "reference": {"formats", "reference_casts", "reference_rows"},
+    "packed": {"check", "codec", "formats", "routing"},
+    "agreement": {"formats", "precision", "routing", "transport"},
+    "all_to_all": {
+        "agreement", "check", "codec", "formats", "packed", "precision", "routing", "transport",
+    },
+}  # fmt: skip
+
+# Operations that the reference and every codec have under the same name.
+OPERATIONS = (
+    "quantize_rows",
+    "to_fp8_rows",
+    "to_bf16_rows",
+    "to_fp8_columns",
+    "dequantize",
+    "weighted_reduce",
+    "final_reduce",
+)
+
+
+def room_of(path):
+    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+def imported_rooms(path):
+    """Rooms of fp4comm that a file imports, wherever in it."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        else:
+            continue
+        for name in names:
+            parts = name.split(".")
+            if parts[0] == "fp4comm" and len(parts) > 1:
+                yield parts[1]
+
+
+@pytest.mark.parametrize(
+    "path", sorted(PACKAGE.rglob("*.py")), ids=lambda p: str(p.relative_to(ROOT))
+)
+def test_imports_go_one_way(path):
+    allowed = ALLOWED.get(room_of(path))
+    if allowed is not None:
+        assert set(imported_rooms(path)) <= allowed
+
+
+@pytest.mark.parametrize("room", ["reference", "codec.cpu"])
+def test_operations_have_one_name_in_every_room(room):
+    module = importlib.import_module(f"fp4comm.{room}")
+    for name in OPERATIONS:
+        assert callable(getattr(module, name)), f"{room} lacks {name}"
+
+
+def test_the_cpu_codec_has_a_benchmark_for_every_operation():
+    text = (ROOT / "benchmarks" / "bench_codec.py").read_text()
+    for name in OPERATIONS:
+        assert name in text, name
+
+
+def test_no_folder_cuda_shadows_nvidias_namespace_package():
+    assert not (ROOT / "cuda" / "__init__.py").exists()
+
+
+def test_every_public_name_has_a_docstring():
+    import fp4comm
+
+    for name in fp4comm.__all__:
+        thing = getattr(fp4comm, name)
+        if inspect.isclass(thing) or inspect.isfunction(thing):
+            assert thing.__doc__, name
+            for part, member in vars(thing).items():
+                if inspect.isfunction(member) and not part.startswith("_"):
+                    assert member.__doc__, f"{name}.{part}"
+
+
+@pytest.mark.parametrize("room", ["formats", "packed", "precision", "all_to_all"])
+def test_examples_in_docstrings(room):
+    import doctest
+
+    result = doctest.testmod(importlib.import_module(f"fp4comm.{room}"))
+    assert result.failed == 0
+    assert result.attempted > 0
