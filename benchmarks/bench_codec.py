@@ -13,11 +13,12 @@ for each of its scale modes, eager and under torch.compile; the fastest counts.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,27 +31,21 @@ from fp4comm import WireFormat, machine, quantize, reference, routing
 from fp4comm.codec import cpu
 from fp4comm.packed import PackedRows
 
-WIRES = ("bf16", "fp8", "mxfp8", "mxfp4")
-NUM_EXPERTS, TOPK, NUM_RANKS = 64, 2, 8  # of the layouts that arrival and the reduces work on
+WIRES = [WireFormat(name) for name in ("bf16", "fp8", "mxfp8", "mxfp4")]
 CHECKED_ROWS = 48
-LAYERS = Path(__file__).resolve().parents[1] / "tests" / "data"
 
-Arrays = tuple[np.ndarray, ...]
+Arrays = Sequence[np.ndarray]
 
 
+@dataclasses.dataclass(frozen=True)
 class Case:
-    """One operation: how to run it, the copy that it is measured by, what it should give."""
+    """One operation: how to run it, the copy that it is measured by, how to check its result."""
 
-    def __init__(
-        self,
-        op: str,
-        wire: str,
-        run: Callable[[], Any],
-        copied: tuple[int, int],
-        check: Callable[[Any], int],
-    ) -> None:
-        """Take an operation; copied: rows and bytes a row of the copy."""
-        self.op, self.wire, self.run, self.copied, self.check = op, wire, run, copied, check
+    op: str
+    wire: WireFormat
+    run: Callable[[], Any]
+    copied: tuple[int, int]  # rows and bytes a row of the copy
+    num_wrong: Callable[[Any], int]
 
 
 def median_times(functions: list[Callable[[], Any]], repeats: int) -> list[list[float]]:
@@ -80,200 +75,173 @@ def wrong_rows(got: Arrays, want: Arrays) -> int:
     return int(wrong.sum())
 
 
+# How each operation's result is checked
+
+
+def wrong_packed(x: Any, wire: WireFormat, rows: Any, got: Any) -> int:
+    """Check the wire rows that the first rows of x became."""
+    want = reference.quantize_rows(x, wire)
+    return wrong_rows([part[rows].numpy() for part in got], want)
+
+
+def wrong_fp8(packed: PackedRows, source: np.ndarray, got: Any) -> int:
+    """Check the first FP8 rows."""
+    codes, scales = got
+    want = reference.to_fp8_rows(*arrays(packed), packed.format, packed.hidden, source)
+    return wrong_rows((codes.view(torch.uint8).numpy(), scales.numpy()), want)
+
+
+def wrong_bf16(packed: PackedRows, source: np.ndarray, got: Any) -> int:
+    """Check the first BF16 rows."""
+    want = reference.to_bf16_rows(*arrays(packed), packed.format, packed.hidden, source)
+    return wrong_rows((bits(got),), (want,))
+
+
+def wrong_floats(packed: PackedRows, got: Any) -> int:
+    """Check the first float32 rows."""
+    few = [part[:CHECKED_ROWS] for part in arrays(packed)]
+    return wrong_rows((got.numpy(),), (reference.dequantize(*few, packed.format, packed.hidden),))
+
+
+def wrong_columns(packed: PackedRows, layout: routing.ExpertLayout, got: Any) -> int:
+    """Check the first 128 columns."""
+    wire, few = packed.format, 128
+    want = reference.to_fp8_columns(
+        packed.payload.numpy()[:, : wire.payload_bytes(few)],
+        packed.scales.numpy()[:, : wire.scale_bytes(few)],
+        wire,
+        few,
+        layout.row_source().numpy(),
+        np.array(layout.num_rows_list),
+        layout.expert_offsets_array,
+    )
+    codes, scales = got
+    return wrong_rows((codes[:few].view(torch.uint8).numpy(),), want[:1]) + wrong_rows(
+        (scales[:, :few].numpy(),), want[1:]
+    )
+
+
+def wrong_reduced(
+    out: torch.Tensor, layout: routing.ExpertLayout, wire: WireFormat, got: Any
+) -> int:
+    """Check the first sums of expert outputs."""
+    assert layout.weights is not None
+    few = slice(0, CHECKED_ROWS)
+    slots, weights = layout.slot_rows[few].numpy(), layout.weights[few].numpy()
+    want = reference.weighted_reduce(bits(out), slots, weights, wire)
+    return wrong_rows([part.numpy() for part in got], want)
+
+
+def wrong_summed(packed: PackedRows, plan: routing.RoutePlan, got: Any) -> int:
+    """Check the first tokens."""
+    offsets, places = plan.place_offsets[: CHECKED_ROWS + 1].numpy(), plan.places.numpy()
+    want = reference.final_reduce(*arrays(packed), packed.format, packed.hidden, offsets, places)
+    return wrong_rows((bits(got),), (want,))
+
+
+def arrays(packed: PackedRows) -> tuple[np.ndarray, np.ndarray]:
+    """Payload and scales."""
+    return packed.payload.numpy(), packed.scales.numpy()
+
+
+# The operations
+
+
+def plan_of(num_tokens: int) -> routing.RoutePlan:
+    """Plan top-8 of 256 experts on 8 ranks."""
+    idx = torch.rand(num_tokens, 256, generator=torch.Generator().manual_seed(1)).topk(8).indices
+    return routing.plan(idx, None, routing.Placement(256, 8))
+
+
+def layout_of(num_rows: int) -> routing.ExpertLayout:
+    """Lay out wire rows that each have two of the 8 experts of this rank."""
+    generator = torch.Generator().manual_seed(2)
+    idx = torch.rand(num_rows, 8, generator=generator).topk(2).indices
+    weights = torch.rand(num_rows, 2, generator=generator)
+    plan = routing.plan(idx, weights, routing.Placement(8, 1))
+    return routing.expert_layout(plan.route, 2, plan.send_splits, plan.expert_counts.sum(0), 128)
+
+
 def quantize_cases(x: torch.Tensor) -> Iterator[Case]:
-    """quantize_rows from BF16 and from FP8, in order and scattered to the wire rows of 8 ranks."""
+    """quantize_rows from BF16, also scattered to the wire rows of 8 ranks, and from FP8."""
     num_tokens, hidden = x.shape
     packed = quantize(x, "fp8")
     scales = 0.5 + torch.rand(packed.scales.shape)
     pair = packed.payload.view(torch.float8_e4m3fn), scales
-    generator = torch.Generator().manual_seed(1)
-    idx = torch.rand(num_tokens, 256, generator=generator).topk(8).indices
-    plan = routing.plan(idx, None, routing.Placement(256, NUM_RANKS))
-    first = slice(0, CHECKED_ROWS)
-    for wire in map(WireFormat, WIRES):
-
-        def check(got: Any, x: Any, wire: WireFormat = wire) -> int:
-            return wrong_rows([p.numpy() for p in got], reference.quantize_rows(x, wire))
-
-        yield Case(
-            "quantize_rows",
-            wire.name,
-            lambda wire=wire: cpu.quantize_rows(x, wire),
-            (num_tokens, 2 * hidden),
-            functools.partial(check, x=bits(x[first])),
-        )
-        yield Case(
-            "quantize_rows from FP8",
-            wire.name,
-            lambda wire=wire: cpu.quantize_rows(pair, wire),
-            (num_tokens, hidden),
-            functools.partial(check, x=(packed.payload[first].numpy(), scales[first].numpy())),
-        )
-
-    def scattered(got: Any) -> int:
-        places = plan.places[plan.place_offsets[:CHECKED_ROWS].long()].long()
-        want = reference.quantize_rows(bits(x[first]), WireFormat("mxfp4"))
-        return wrong_rows([p[places].numpy() for p in got], want)
-
-    yield Case(
-        "quantize_rows scattered",
-        "mxfp4",
-        lambda: cpu.quantize_rows(x, WireFormat("mxfp4"), plan),
-        (num_tokens, 2 * hidden),
-        scattered,
-    )
-
-
-def layout_of(num_rows: int) -> routing.ExpertLayout:
-    """Lay out wire rows that each have TOPK experts of one rank, as a skewed router would."""
-    generator = torch.Generator().manual_seed(2)
-    idx = torch.rand(num_rows, 8, generator=generator).topk(TOPK).indices
-    weights = torch.rand(num_rows, TOPK, generator=generator)
-    plan = routing.plan(idx, weights, routing.Placement(8, 1))
-    return routing.expert_layout(
-        plan.route, TOPK, plan.send_splits, plan.expert_counts.sum(0), alignment=128
-    )
+    plan, few = plan_of(num_tokens), slice(0, CHECKED_ROWS)
+    first_places = plan.places[plan.place_offsets[few].long()].long()
+    own, own_pair = bits(x[few]), (packed.payload[few].numpy(), scales[few].numpy())
+    bf16_row, fp8_row = (num_tokens, 2 * hidden), (num_tokens, hidden)
+    name = "quantize_rows"
+    for wire in WIRES:
+        run = functools.partial(cpu.quantize_rows, x, wire)
+        yield Case(name, wire, run, bf16_row, functools.partial(wrong_packed, own, wire, few))
+        run = functools.partial(cpu.quantize_rows, x, wire, plan)
+        check = functools.partial(wrong_packed, own, wire, first_places)
+        yield Case(f"{name} scattered", wire, run, bf16_row, check)
+        run = functools.partial(cpu.quantize_rows, pair, wire)
+        check = functools.partial(wrong_packed, own_pair, wire, few)
+        yield Case(f"{name} from FP8", wire, run, fp8_row, check)
 
 
 def arrival_cases(x: torch.Tensor) -> Iterator[Case]:
     """The conversions of wire rows."""
     num_rows, hidden = x.shape
     layout = layout_of(num_rows)
-    source = layout.row_source().numpy()
-    groups = -(-hidden // 128)
-    for wire in map(WireFormat, WIRES):
+    expanded, source = layout.num_expert_rows, layout.row_source().numpy()[:CHECKED_ROWS]
+    fp8_bytes, in_order = hidden + 4 * -(-hidden // 128), np.arange(CHECKED_ROWS)
+    for wire in WIRES:
         packed = quantize(x, wire)
         parts = packed.payload, packed.scales, wire, hidden
-        arrays = packed.payload.numpy(), packed.scales.numpy(), wire, hidden
-        first = source[:CHECKED_ROWS]
-
-        def fp8(got: Any, rows: Any, arrays: Any = arrays) -> int:
-            codes, scales = got
-            want = reference.to_fp8_rows(*arrays, rows)
-            return wrong_rows((codes.view(torch.uint8).numpy(), scales.numpy()), want)
-
-        def bf16(got: Any, arrays: Any = arrays) -> int:
-            return wrong_rows((bits(got),), (reference.to_bf16_rows(*arrays, first),))
-
-        def columns(got: Any, packed: PackedRows = packed) -> int:
-            sub = slice(0, 128)
-            live, offsets = np.array(layout.num_rows_list), layout.expert_offsets_array
-            own = PackedRows(
-                packed.payload.view(len(packed), -1)[:, : packed.format.payload_bytes(128)],
-                packed.scales[:, : packed.format.scale_bytes(128)],
-                packed.format,
-                128,
-            )
-            want = reference.to_fp8_columns(
-                own.payload.numpy(), own.scales.numpy(), own.format, 128, source, live, offsets
-            )
-            codes, scales = got
-            return wrong_rows((codes[sub].view(torch.uint8).numpy(),), want[:1]) + wrong_rows(
-                (scales[:, sub].numpy(),), want[1:]
-            )
-
-        def floats(got: Any, arrays: Any = arrays) -> int:
-            few = (arrays[0][:CHECKED_ROWS], arrays[1][:CHECKED_ROWS], *arrays[2:])
-            return wrong_rows((got.numpy(),), (reference.dequantize(*few),))
-
-        expanded = layout.num_expert_rows
-        yield Case(
-            "to_fp8_rows",
-            wire.name,
-            lambda p=parts: cpu.to_fp8_rows(*p),
-            (num_rows, hidden + 4 * groups),
-            functools.partial(fp8, rows=np.arange(CHECKED_ROWS)),
-        )
-        yield Case(
-            "to_fp8_rows expert-major, M-major scales",
-            wire.name,
-            lambda p=parts: cpu.to_fp8_rows(*p, layout, "column"),
-            (expanded, hidden + 4 * groups),
-            functools.partial(fp8, rows=first),
-        )
-        yield Case(
-            "to_bf16_rows expert-major",
-            wire.name,
-            lambda p=parts: cpu.to_bf16_rows(*p, layout),
-            (expanded, 2 * hidden),
-            bf16,
-        )
-        yield Case(
-            "to_fp8_columns",
-            wire.name,
-            lambda p=parts: cpu.to_fp8_columns(*p, layout),
-            (expanded, hidden),
-            columns,
-        )
-        yield Case(
-            "dequantize",
-            wire.name,
-            lambda p=parts: cpu.dequantize(*p),
-            (num_rows, 4 * hidden),
-            floats,
-        )
+        run = functools.partial(cpu.to_fp8_rows, *parts)
+        check = functools.partial(wrong_fp8, packed, in_order)
+        yield Case("to_fp8_rows", wire, run, (num_rows, fp8_bytes), check)
+        run = functools.partial(cpu.to_fp8_rows, *parts, layout, "column")
+        check = functools.partial(wrong_fp8, packed, source)
+        name = "to_fp8_rows expert-major, M-major scales"
+        yield Case(name, wire, run, (expanded, fp8_bytes), check)
+        bf16_run = functools.partial(cpu.to_bf16_rows, *parts, layout)
+        check = functools.partial(wrong_bf16, packed, source)
+        yield Case("to_bf16_rows expert-major", wire, bf16_run, (expanded, 2 * hidden), check)
+        columns_run = functools.partial(cpu.to_fp8_columns, *parts, layout)
+        check = functools.partial(wrong_columns, packed, layout)
+        yield Case("to_fp8_columns", wire, columns_run, (expanded, hidden), check)
+        floats_run = functools.partial(cpu.dequantize, *parts)
+        check = functools.partial(wrong_floats, packed)
+        yield Case("dequantize", wire, floats_run, (num_rows, 4 * hidden), check)
 
 
 def combine_cases(x: torch.Tensor) -> Iterator[Case]:
     """The two reduces of combine."""
     num_rows, hidden = x.shape
-    layout = layout_of(num_rows)
+    layout, plan = layout_of(num_rows), plan_of(num_rows // 4)
     generator = torch.Generator().manual_seed(3)
     out = torch.randn(layout.num_expert_rows, hidden, generator=generator).bfloat16()
-    idx = torch.rand(num_rows // 4, 256, generator=generator).topk(8).indices
-    plan = routing.plan(idx, None, routing.Placement(256, NUM_RANKS))
-    weights = layout.weights
-    assert weights is not None
-    for wire in map(WireFormat, WIRES):
-
-        def reduced(got: Any, wire: WireFormat = wire) -> int:
-            few = slice(0, CHECKED_ROWS)
-            slots, own = layout.slot_rows[few].numpy(), weights[few].numpy()
-            want = reference.weighted_reduce(bits(out), slots, own, wire)
-            return wrong_rows([p.numpy() for p in got], want)
-
-        yield Case(
-            "weighted_reduce",
-            wire.name,
-            lambda wire=wire: cpu.weighted_reduce(out, layout, wire, weighted=True),
-            (num_rows, wire.row_bytes(hidden)),
-            reduced,
-        )
-        sums = torch.randn(plan.num_rows, hidden, generator=generator).bfloat16()
+    sums = torch.randn(plan.num_rows, hidden, generator=generator).bfloat16()
+    for wire in WIRES:
+        run = functools.partial(cpu.weighted_reduce, out, layout, wire, weighted=True)
+        check = functools.partial(wrong_reduced, out, layout, wire)
+        yield Case("weighted_reduce", wire, run, (num_rows, wire.row_bytes(hidden)), check)
         packed = quantize(sums, wire)
-
-        def summed(got: Any, packed: PackedRows = packed, wire: WireFormat = wire) -> int:
-            want = reference.final_reduce(
-                packed.payload.numpy(),
-                packed.scales.numpy(),
-                wire,
-                hidden,
-                plan.place_offsets[: CHECKED_ROWS + 1].numpy(),
-                plan.places.numpy(),
-            )
-            return wrong_rows((bits(got),), (want,))
-
-        yield Case(
-            "final_reduce",
-            wire.name,
-            lambda p=packed, wire=wire: cpu.final_reduce(p.payload, p.scales, wire, hidden, plan),
-            (plan.num_tokens, 2 * hidden),
-            summed,
-        )
+        parts = packed.payload, packed.scales, wire, hidden
+        sum_run = functools.partial(cpu.final_reduce, *parts, plan)
+        check = functools.partial(wrong_summed, packed, plan)
+        yield Case("final_reduce", wire, sum_run, (plan.num_tokens, 2 * hidden), check)
 
 
 def measure(case: Case, repeats: int) -> dict[str, Any]:
     """Check a case, then time it and its copy in turn."""
-    num_wrong = case.check(case.run())
+    num_wrong = case.num_wrong(case.run())
     num_bytes = case.copied[0] * case.copied[1]
     source = np.ones(num_bytes, np.uint8)
     target = np.empty_like(source)
     copy = functools.partial(np.copyto, target, source)
-    case.run(), copy()
+    case.run()
+    copy()
     times, copies = median_times([case.run, copy], repeats)
     return {
         "op": case.op,
-        "wire": case.wire,
+        "wire": case.wire.name,
         "copied_bytes": num_bytes,
         "median_ms": 1e3 * statistics.median(times),
         "copy_ms": 1e3 * statistics.median(copies),
@@ -297,7 +265,8 @@ def torchao_row(x: torch.Tensor, repeats: int) -> dict[str, Any] | None:
         compiled = functools.partial(torch.compile(to_mx), x, torch.float4_e2m1fn_x2, 32, mode)
         for kind, function in (("eager", eager), ("torch.compile", compiled)):
             try:
-                function(), ours()
+                function()
+                ours()
             except Exception as error:  # a mode that this release or machine cannot run
                 click.echo(f"# torchao {mode.name} {kind}: {type(error).__name__}", err=True)
                 continue
@@ -338,7 +307,8 @@ def thread_row(x: torch.Tensor, op: str, run: Callable[[], Any], repeats: int) -
         torch.set_num_threads(threads)
         run()
 
-    on(2), on(1)
+    on(2)
+    on(1)
     one, two = median_times([lambda: on(1), lambda: on(2)], repeats)
     return {
         "op": op,

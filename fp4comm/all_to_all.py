@@ -183,13 +183,14 @@ class AllToAll:
         with self._stopping_peers("dispatch"):
             recv_splits, expert_counts = counts[:, 0], self._local(counts[:, 1:])
             wire = WireFormat.of(self.precision.dispatch)
-            assert rows is not None
+            assert rows is not None  # else agree has raised
             with self._phase("dispatch", "quantize"):
                 sent = self._codec(rows).quantize_rows(rows, wire, plan)
             received, route = self._exchange_rows(
                 "dispatch", wire, (*sent, plan.route), plan.send_splits, recv_splits
             )
             del sent
+            assert route is not None  # a third stream was sent
             with self._phase("dispatch", "arrive"):
                 layout = routing.expert_layout(
                     route, plan.num_topk, recv_splits, expert_counts.sum(0), self.expert_alignment

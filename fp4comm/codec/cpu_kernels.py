@@ -60,7 +60,7 @@ FP8_ROUND = SCALE_ROUND["e4m3", "ceil"]  # the fp8 wire's default, which BF16 ta
 MAX_GAP = 19
 
 SUM_COLUMNS = 2048  # of a row that are summed at a time: the float32 sums stay in the L1 cache
-MAX_STRIP = 512  # columns of a tile that are converted at a time: 64 KiB
+MAX_STRIP = 2048  # columns of a tile that are converted at a time: 256 KiB
 
 # Scale bytes up to these: an element without implicit bit can have a code other than 0.
 E2M1_SMALL, E4M3_SMALL = 2, 10

@@ -1,0 +1,5 @@
+"""``python -m fp4comm``."""
+
+from fp4comm.cli import main
+
+main()

@@ -1,0 +1,303 @@
+"""The command line: ``fp4comm info | demo | bench``."""
+
+from __future__ import annotations
+
+import platform
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+from click.core import ParameterSource
+from rich.console import Console
+
+from fp4comm import bench_report, launch, machine
+from fp4comm._version import __version__
+from fp4comm.bench import Settings, gather_text, measure
+from fp4comm.bench_report import Environment
+from fp4comm.bench_rows import Report
+from fp4comm.formats import FORMATS
+from fp4comm.transport import Transport
+from fp4comm.workload import Recorded, Synthetic, Workload
+
+DEMO_RANKS, BENCH_RANKS = 4, 2  # threads of this process, where no launcher started any
+DEMO_FILES = [machine.CHECKOUT / "tests" / "data" / f"layer{n}.safetensors" for n in (0, 1, 7)]
+SYNTHETIC = {"tokens": 1024, "hidden": 2048, "experts": 64, "topk": 8}  # defaults without --data
+TABLE_COLUMNS = 110
+
+Option = Callable[[Callable[..., Any]], Callable[..., Any]]
+
+
+class UserError(click.ClickException):
+    """A mistake of the user's, or a rank that is gone: one line, on one rank; exit code 2."""
+
+    exit_code = 2
+
+    def __init__(self, message: str, is_reporter: bool = True) -> None:
+        """Say what is wrong."""
+        super().__init__(message)
+        self.is_reporter = is_reporter
+
+    def show(self, file: Any = None) -> None:
+        """Print on the rank that reports."""
+        if self.is_reporter:
+            click.echo(f"Error: {self.message}", err=True, file=file)
+
+
+def main() -> None:
+    """Run the command line: errors are one line, on one rank."""
+    try:
+        code = cli(standalone_mode=False)
+    except UserError as error:
+        error.show()
+        code = error.exit_code
+    except click.ClickException as error:  # found before there are ranks, and by all of them
+        UserError(error.format_message(), launch.launched_rank() == 0).show()
+        code = UserError.exit_code
+    except click.Abort:
+        code = 130
+    sys.exit(code)
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.version_option(__version__, prog_name="fp4comm")
+def cli() -> None:
+    """Quantized all-to-all for Mixture-of-Experts models."""
+
+
+def _writable(context: click.Context, parameter: click.Parameter, value: Path | None) -> Any:
+    if value is not None and not value.absolute().parent.is_dir():
+        raise click.BadParameter(f"no such folder: {value.absolute().parent}")
+    return value
+
+
+json_option = click.option(
+    "--json",
+    "json_file",
+    type=click.Path(dir_okay=False, writable=True, path_type=Path),
+    callback=_writable,
+    metavar="FILE",
+    help="Also write everything to this file.",
+)
+
+RUN_OPTIONS: tuple[Option, ...] = (
+    click.option(
+        "--transport",
+        "transport_name",
+        type=click.Choice(("auto", "local", "mpi", "torch")),
+        default="auto",
+        show_default=True,
+        help="auto: mpi under mpirun, torch under torchrun, else local.",
+    ),
+    click.option("--ranks", type=int, help="Of the local transport: threads of this process."),
+    click.option("--timeout-s", type=float, default=300.0, show_default=True, help="For a peer."),
+    json_option,
+)
+
+
+def data_option(text: str) -> Option:
+    """Add --data."""
+    return click.option(
+        "--data", type=click.Path(path_type=Path), multiple=True, metavar="FILE", help=text
+    )
+
+
+def run_options(warmup: int, iterations: int) -> Option:
+    """Add what bench and demo have in common."""
+
+    def add(command: Callable[..., Any]) -> Callable[..., Any]:
+        for option in reversed(RUN_OPTIONS):
+            command = option(command)
+        for name, default, text in (
+            ("--iterations", iterations, "Timed calls."),
+            ("--warmup", warmup, "Untimed calls before, at least 1."),
+        ):
+            option = click.option(name, type=int, default=default, show_default=True, help=text)
+            command = option(command)
+        return command
+
+    return add
+
+
+@cli.command()
+@json_option
+def info(json_file: Path | None) -> None:
+    """Show versions, and which codecs and transports are usable here."""
+    content = machine.everything()
+    if launch.launched_rank() == 0:
+        click.echo("\n".join(machine.as_lines(content, launch.launched_ranks())))
+        if json_file is not None:
+            bench_report.write_json(json_file, {"command": "info", **content})
+
+
+@cli.command()
+@click.option("--tokens", type=int, help="Tokens of a rank.  [default: 1024, or all of the data]")
+@click.option("--hidden", type=int, help="Elements of a token.  [default: 2048]")
+@click.option("--experts", type=int, help="On all ranks together.  [default: 64]")
+@click.option("--topk", type=int, help="Experts of a token.  [default: 8]")
+@click.option(
+    "--wire",
+    multiple=True,
+    help=f"Wire formats of dispatch; repeat or separate by commas.  [default: {','.join(FORMATS)}]",
+)
+@click.option("--combine", default="bf16", show_default=True, help="Its wire format, or same.")
+@click.option("--arrive", default="fp8", show_default=True, help="fp8, bf16 or packed.")
+@click.option("--alignment", type=int, default=128, show_default=True, help="Of expert segments.")
+@click.option(
+    "--skew",
+    default="0",
+    show_default=True,
+    help="The n-th most popular expert is drawn in proportion to n^-SKEW; or: balanced.",
+)
+@click.option("--seed", type=int, default=0, show_default=True)
+@data_option("Take x, topk_idx and topk_weights from a safetensors file; repeat for several.")
+@click.option("--link-gbs", type=float, help="Peak of the link in 10^9 B/s; marks rows above it.")
+@click.option("--check-all", is_flag=True, help="Check the contents of all rows, not of a sample.")
+@run_options(warmup=5, iterations=20)
+@click.pass_context
+def bench(context: click.Context, **options: Any) -> None:
+    """Measure dispatch and combine, and check the rows.
+
+    Under mpirun or torchrun on their ranks; alone on --ranks threads of this process.
+    """
+    names = ("combine", "arrive", "alignment", "check_all", "warmup", "iterations", "timeout_s")
+
+    def settings() -> Settings:
+        wires = [wire for text in options["wire"] for wire in text.split(",")]
+        given = {name: options[name] for name in names}
+        return Settings(tuple(dict.fromkeys(wires or FORMATS)), **given)
+
+    def show(environment: Environment, report: Report) -> None:
+        lines = bench_report.header_lines(environment, report, settings())
+        lines += bench_report.row_lines(report, options["link_gbs"])
+        click.echo("\n".join([*lines, bench_report.verdict_line(report)]))
+
+    _run(context, BENCH_RANKS, settings, lambda ranks: _bench_inputs(options, ranks), show)
+
+
+def _bench_inputs(options: dict[str, Any], num_ranks: int) -> Workload:
+    """Make the inputs that the options name."""
+    if not options["data"]:
+        sizes = {n: v if options[n] is None else options[n] for n, v in SYNTHETIC.items()}
+        tokens, hidden, num_experts, num_topk = sizes.values()
+        skew, seed = options["skew"], options["seed"]
+        return Synthetic(num_ranks, tokens, hidden, num_experts, num_topk, skew, seed)
+    recorded = Recorded(options["data"], num_ranks, options["experts"], options["tokens"])
+    for name, found, default in (
+        ("hidden", recorded.hidden, None),
+        ("topk", recorded.num_topk, None),
+        ("skew", "none", "0"),
+        ("seed", "none", 0),
+    ):
+        if options[name] not in (default, found):
+            raise ValueError(f"{name}: expected {found} with this data, got {options[name]}")
+    return recorded
+
+
+@cli.command()
+@data_option("Other recorded activations than those of the checkout; repeat for several.")
+@run_options(warmup=2, iterations=10)
+@click.pass_context
+def demo(context: click.Context, **options: Any) -> None:
+    """Send real MoE activations in each wire format and compare: a preset of bench."""
+
+    def settings() -> Settings:
+        given = {name: options[name] for name in ("warmup", "iterations", "timeout_s")}
+        return Settings(tuple(FORMATS), check_all=True, **given)
+
+    def show(environment: Environment, report: Report) -> None:
+        click.echo("\n".join(bench_report.demo_title(environment, report)))
+        _console().print(bench_report.demo_table(report))
+        click.echo("\n".join(bench_report.demo_notes(environment, report, settings())))
+
+    _run(context, DEMO_RANKS, settings, lambda ranks: _demo_inputs(options, ranks), show)
+
+
+def _demo_inputs(options: dict[str, Any], num_ranks: int) -> Workload:
+    files = options["data"] or DEMO_FILES
+    if not options["data"] and not all(file.is_file() for file in files):
+        raise ValueError(
+            f"data: expected the recorded activations in {DEMO_FILES[0].parent}, got none (they"
+            " are in the repository, not in the installed package; clone it, or give --data FILE)"
+        )
+    return Recorded(files, num_ranks)
+
+
+def _run(
+    context: click.Context,
+    default_ranks: int,
+    settings_of: Callable[[], Settings],
+    inputs_of: Callable[[int], Workload],
+    show: Callable[[Environment, Report], None],
+) -> None:
+    """Measure on all ranks, show on one; exit code 1 on all if a row is wrong."""
+    options = context.params
+
+    def on_rank(group: Transport) -> tuple[Environment, Report]:
+        settings, inputs = launch.agree(group, lambda: (settings_of(), inputs_of(group.num_ranks)))
+        report = measure(group, inputs, settings, _progress if group.rank == 0 else _no_progress)
+        return _environment(context, group), report
+
+    try:
+        (environment, report), prints = launch.run(
+            options["transport_name"],
+            options["ranks"],
+            default_ranks,
+            options["timeout_s"],
+            on_rank,
+        )
+    except launch.LaunchedRankError as error:
+        raise UserError(str(error), error.is_reporter) from error
+    if prints:
+        show(environment, report)
+        if options["json_file"] is not None:
+            name = str(context.info_name)
+            content = bench_report.as_json(name, options, environment, report)
+            bench_report.write_json(options["json_file"], content)
+        sys.stdout.flush()
+    if report.num_wrong:
+        launch.let_rank_0_print(prints)
+        sys.exit(1)
+
+
+def _environment(context: click.Context, group: Transport) -> Environment:
+    """Describe this rank's machine, and whether it is one of several."""
+    kinds = {"local": "threads of one process", "mpi": machine.mpi_library, "torch": "gloo"}
+    kind = kinds.get(group.name, "")
+    return Environment(
+        command=_command(context),
+        num_ranks=group.num_ranks,
+        transport=f"{group.name} ({kind() if callable(kind) else kind})",
+        hosts=gather_text(group, platform.node()),
+        machine=machine.machine(),
+        versions=machine.versions(),
+    )
+
+
+def _command(context: click.Context) -> str:
+    """Write the command with the options that were given."""
+    words = [str(context.info_name)]
+    for option in context.command.params:
+        value = context.params.get(str(option.name))
+        if context.get_parameter_source(str(option.name)) is ParameterSource.COMMANDLINE:
+            values = value if isinstance(value, tuple) else (value,)
+            words += [f"{option.opts[0]} {v}" if v is not True else option.opts[0] for v in values]
+    return " ".join(words)
+
+
+def _progress(text: str) -> None:
+    """Say what comes next, in lines, since mpirun's terminal may be a log."""
+    if sys.stdout.isatty():
+        click.echo(f"# {text}")
+
+
+def _no_progress(text: str) -> None:
+    """Say nothing."""
+
+
+def _console() -> Console:
+    """Without colour where mpirun shows its ranks a terminal of its own, or there is none."""
+    if launch.launched_ranks() > 1 or not sys.stdout.isatty():
+        return Console(width=TABLE_COLUMNS, color_system=None, highlight=False)
+    return Console(highlight=False)

@@ -1,0 +1,163 @@
+"""Starting ranks for the command line: under mpirun, under torchrun, or threads of one process."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+from fp4comm import agreement, transport
+from fp4comm.transport import Transport
+
+Result = TypeVar("Result")
+
+MPI_LAUNCHERS = ("OMPI_COMM_WORLD_", "PMI_", "PMIX_", "MPI_LOCAL")  # start of their variables
+TORCH_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "RANK")
+SIZE_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "WORLD_SIZE")
+LAST_WORDS_S = 1.0  # launchers end all ranks when one fails: the others let rank 0 print first
+
+
+class LaunchedRankError(Exception):
+    """An error that one rank reports for all.
+
+    Attributes:
+        is_reporter: whether this process is the one.
+    """
+
+    def __init__(self, error: Exception, is_reporter: bool) -> None:
+        """Wrap the error."""
+        super().__init__(" ".join(str(error).split()))
+        self.is_reporter = is_reporter
+
+
+def launched_rank() -> int:
+    """Rank that the launcher gave this process, to decide who prints; 0 without one."""
+    return _variable(RANK_VARIABLES, 0)
+
+
+def launched_ranks() -> int:
+    """Processes that the launcher says it started; 1 without one."""
+    return _variable(SIZE_VARIABLES, 1)
+
+
+def choose(name: str) -> str:
+    """Turn ``"auto"`` into a transport: torch under torchrun, mpi under mpirun, else local.
+
+    Variables of a launcher only tell whether to ask MPI; its COMM_WORLD tells the size.
+    """
+    if name != "auto":
+        return name
+    if all(variable in os.environ for variable in TORCH_VARIABLES):
+        return "torch"
+    if not any(variable.startswith(MPI_LAUNCHERS) for variable in os.environ):
+        return "local"
+    if launched_ranks() > 1:
+        return "mpi"  # and if MPI sees itself alone, opening it tells
+    try:
+        from mpi4py import MPI
+    except Exception:
+        return "local"
+    return "mpi" if MPI.COMM_WORLD.Get_size() > 1 else "local"
+
+
+def run(
+    name: str,
+    num_ranks: int | None,
+    default_ranks: int,
+    timeout_s: float,
+    fn: Callable[[Transport], Result],
+) -> tuple[Result, bool]:
+    """Run fn on every rank.
+
+    Args:
+        name: a transport, or ``"auto"``.
+        num_ranks: of the local transport; None takes the default.  Refused under a launcher, which
+            has started the ranks already.
+        default_ranks: for that.
+        timeout_s: how long a rank waits for another.
+        fn: takes the transport of its rank.
+
+    Returns:
+        The result, and whether this process is the one that prints.
+
+    Raises:
+        LaunchedRankError: a mistake of the user's, or a rank that is late or gone; on all ranks.
+    """
+    try:
+        name = choose(name)
+        if name == "local":
+            _check_alone()
+            num_ranks = default_ranks if num_ranks is None else num_ranks
+            return transport.run_local(num_ranks, fn, timeout_s)[0], True
+        if num_ranks is not None:
+            raise ValueError(f"ranks: expected none under a launcher, got {num_ranks}")
+        return _run_launched(name, timeout_s, fn)
+    except (ValueError, TypeError, RuntimeError, OSError) as error:  # OSError: late, or gone
+        raise LaunchedRankError(error, launched_rank() == 0) from error
+
+
+def _check_alone() -> None:
+    if launched_ranks() > 1:
+        raise ValueError(
+            'transport: "local" runs in one process, but this is one of'
+            f' {launched_ranks()} that a launcher started; use "auto"'
+        )
+
+
+def _run_launched(
+    name: str, timeout_s: float, fn: Callable[[Transport], Result]
+) -> tuple[Result, bool]:
+    if name == "torch":
+        _start_torch()
+    group = transport.open(name, timeout_s=timeout_s)
+    try:
+        result = fn(group)
+    except Exception as error:
+        group.abort(f"{type(error).__name__}: {error}")
+        let_rank_0_print(group.rank == 0)
+        if isinstance(error, (ValueError, TypeError, RuntimeError, OSError)):
+            raise LaunchedRankError(error, group.rank == 0) from error
+        raise
+    else:
+        return result, group.rank == 0
+    finally:
+        group.close()
+
+
+def _start_torch() -> None:
+    import torch.distributed as dist
+
+    missing = [variable for variable in TORCH_VARIABLES if variable not in os.environ]
+    if missing:
+        raise RuntimeError(f'transport "torch" needs {", ".join(missing)} set; use torchrun')
+    if not dist.is_initialized():
+        dist.init_process_group("gloo")
+
+
+def let_rank_0_print(is_rank_0: bool) -> None:
+    """Wait a little before failing on another rank than 0."""
+    if not is_rank_0:
+        time.sleep(LAST_WORDS_S)
+
+
+def agree(group: Transport, make: Callable[[], Result]) -> Result:
+    """Make something on every rank; a mistake on one of them is raised on all."""
+    made: Result | None = None
+    failure: Exception | None = None
+    try:
+        made = make()
+    except agreement.ERRORS as error:
+        failure = error
+    except OSError as error:
+        failure = ValueError(str(error))
+    group.phase = "arguments"
+    agreement.agree(group, agreement.Fingerprint(0), None, failure)
+    assert made is not None
+    return made
+
+
+def _variable(names: tuple[str, ...], otherwise: int) -> int:
+    values = [os.environ[name] for name in names if os.environ.get(name, "").isdigit()]
+    return int(values[0]) if values else otherwise

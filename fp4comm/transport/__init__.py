@@ -1,0 +1,172 @@
+"""Transports move ragged byte rows between ranks and know no formats.
+
+``open`` makes one by name: ``"local"`` (one rank; `run_local` makes several, on threads),
+``"mpi"``, ``"torch"`` (torch.distributed) or ``"nccl"``.  What each promises stands in `Transport`.
+Importing this package imports none of the libraries that transports need.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from fp4comm.transport.local import LocalTransport, World, run_local
+
+__all__ = ["NAMES", "Transport", "available", "open", "run_local"]
+
+NAMES = ("local", "mpi", "nccl", "torch")
+NCCL_MISSING = 'transport "nccl" is not there yet; on one machine use "mpi" or "torch"'
+
+
+class Transport(Protocol):
+    """One rank of a group of ranks that exchange byte rows.
+
+    All ranks make the same calls in the same order.  Rows of one peer keep their order and arrive
+    by ascending source rank; splits may be 0, and then neither side sends anything.  Errors start
+    with ``rank r of n: phase:``, the phase being ``phase`` or, if None, ``counts`` or ``exchange``.
+
+    Arguments are checked before anything is sent; a ValueError or TypeError from that leaves the
+    transport as it was.  After any other failure in a call it is broken, as are those of the peers:
+    they raise ``stopped by rank r: text``, and the next use raises RuntimeError at once.
+    """
+
+    name: str
+    rank: int
+    num_ranks: int
+    timeout_s: float  # seconds that a call waits for a late peer; may be set before a call
+    phase: str | None  # what the caller is doing, for error texts; may be set before a call
+
+    def exchange_counts(self, counts: npt.ArrayLike) -> npt.NDArray[np.int64]:
+        """Send row d of ``counts`` to rank d, and return what came, row s from rank s.
+
+        Args:
+            counts: ``[num_ranks, k]`` integers on the host, ``k > 0`` the same on all ranks.
+
+        Returns:
+            ``[num_ranks, k]`` int64.
+
+        Raises:
+            ValueError: if the shape is another one, here or on a peer.
+            TimeoutError: naming the peer, if one does not come within ``timeout_s``.
+            ConnectionError: naming the peer, if one is gone.
+            RuntimeError: if a peer called ``abort``, or the transport is broken or closed.
+
+        Example: of 2 ranks with ``[[1], [2]]`` and ``[[3], [4]]``, rank 0 gets ``[[1], [3]]`` and
+        rank 1 ``[[2], [4]]``.
+        """
+        ...
+
+    def exchange(
+        self,
+        sends: Sequence[Any],
+        send_splits: Any,
+        recvs: Sequence[Any],
+        recv_splits: Any,
+        *,
+        stream: object = None,
+    ) -> None:
+        """Move the rows of all streams between all ranks, all of them under way together.
+
+        Rows for rank d are ``sends[i][offset : offset + send_splits[d]]`` with offset the sum of
+        the splits before d; rows from rank s arrive likewise in ``recvs[i]``.  Nothing beyond the
+        rows received is touched.  Returns when all rows have come and ``sends`` may be reused.
+
+        Args:
+            sends: one array a stream, ``[sum(send_splits), row_bytes]`` uint8, C-contiguous: NumPy
+                arrays or CPU torch tensors.  ``row_bytes`` may differ by stream and be 0.
+            send_splits: ``[num_ranks]`` rows for each rank, for every stream.
+            recvs: one array a stream, at least ``[sum(recv_splits), row_bytes]``, not overlapping
+                ``sends``.
+            recv_splits: ``[num_ranks]`` rows from each rank; must agree with the peers'
+                send_splits.
+            stream: CUDA stream that the work is ordered after; host transports ignore it.
+
+        Raises:
+            ValueError: naming the argument that breaks a rule above; or naming a pair of ranks and
+                both counts, if their splits disagree and that is noticed.
+            TypeError: naming an argument that is no host array of uint8.
+            TimeoutError, ConnectionError, RuntimeError: as ``exchange_counts``.
+        """
+        ...
+
+    def abort(self, text: str) -> None:
+        """Tell the peers that this rank failed.
+
+        Those that wait, or come to wait, raise RuntimeError ``stopped by rank r: text``.  The
+        transport is broken then.  Does nothing after another failure or ``close``.
+        """
+        ...
+
+    def close(self) -> None:
+        """Give back what ``open`` took.  Waits for no peer, and may be called twice."""
+        ...
+
+    def __enter__(self) -> Transport:
+        """Return itself."""
+        ...
+
+    def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
+        """Close; if an exception leaves the block, ``abort`` with its text first."""
+        ...
+
+
+def open(  # the name that DESIGN.md gives it
+    name: str, *, comm: Any = None, group: Any = None, timeout_s: float = 300.0
+) -> Transport:
+    """Make the transport ``name``.  Collective over the ranks of ``comm`` or ``group``.
+
+    Args:
+        name: one of ``NAMES``.
+        comm: mpi4py intracommunicator, for "mpi"; None is COMM_WORLD.  It is duplicated.
+        group: torch.distributed ProcessGroup with gloo for CPU tensors, for "torch"; None is WORLD.
+            Ranks are those within the group.
+        timeout_s: seconds that a call waits for a late peer.
+
+    Raises:
+        ValueError: if the name is unknown, or an argument belongs to another transport.
+        RuntimeError: if a library is missing or not started, saying what to do.
+        TimeoutError: if not all ranks come within ``timeout_s``.
+    """
+    if name not in NAMES:
+        raise ValueError(f"name: expected one of {', '.join(NAMES)}, got {name!r}")
+    if comm is not None and name != "mpi":
+        raise ValueError(f'comm: belongs to transport "mpi", used with "{name}"')
+    if group is not None and name != "torch":
+        raise ValueError(f'group: belongs to transport "torch", used with "{name}"')
+    if name == "mpi":
+        from fp4comm.transport.mpi import MpiTransport
+
+        return MpiTransport(comm, timeout_s)
+    if name == "torch":
+        from fp4comm.transport.torch_pg import TorchTransport
+
+        return TorchTransport(group, timeout_s)
+    if name == "nccl":
+        raise RuntimeError(NCCL_MISSING)
+    return LocalTransport(World(1), 0, timeout_s)
+
+
+def available() -> dict[str, str | None]:
+    """Return for each transport None if it can be used here, else what is missing.
+
+    For "mpi" this imports mpi4py, which starts MPI in this process.
+    """
+    from fp4comm.transport import mpi, torch_pg
+
+    return {
+        "local": None,
+        "mpi": _missing(mpi.import_mpi),
+        "nccl": NCCL_MISSING,
+        "torch": _missing(torch_pg.import_distributed),
+    }
+
+
+def _missing(import_library: Callable[[], Any]) -> str | None:
+    try:
+        import_library()
+    except RuntimeError as error:
+        return str(error)
+    return None

@@ -1,0 +1,280 @@
+"""Ranks that are MPI processes: one Issend a peer and stream, received as the messages arrive.
+
+Rows travel as counts of a row datatype, so that a message may pass 2 and 4 GiB, where counts of
+bytes end.  A message is matched first (Improbe) and received only if its size is the expected one:
+Open MPI 5.0.11 writes past the end of a posted receive when the message is larger and comes through
+its single-copy path.  Sends are synchronous, so that the sender of a message which is refused hears
+of it in the same call.  The tag carries the number of the call, so that a message which nobody
+expected cannot be taken for one of a later call.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+from fp4comm.transport._base import (
+    MAX_TOLD_BYTES,
+    BaseTransport,
+    Call,
+    decode_told,
+    encode_told,
+    splits_disagreement,
+)
+
+TOLD_TAG = 0  # a peer tells of its failure; data have odd tags in exchange_counts, even in exchange
+NUM_SPINS = 2000  # polls in vain that only yield the core; ranks may share it
+SLEEP_S = 50e-6  # between polls after that
+
+
+def import_mpi() -> Any:
+    """Return ``mpi4py.MPI``, or raise RuntimeError saying what to install.
+
+    Importing mpi4py loads and starts an MPI library, which can fail with any exception.
+    """
+    try:
+        from mpi4py import MPI
+    except Exception as error:
+        raise RuntimeError(
+            f'transport "mpi" needs mpi4py and an MPI library ({type(error).__name__}: {error});'
+            " pip install 'fp4comm[mpi]'"
+        ) from error
+    return MPI
+
+
+@dataclass
+class Message:
+    """A matched message that is not received yet."""
+
+    message: Any  # mpi4py Message
+    source: int
+    tag: int
+    num_bytes: int
+
+
+@dataclass
+class Flight:
+    """What one call still waits for."""
+
+    call: Call
+    tag: int
+    row_types: list[Any]
+    missing: dict[int, list[int]]  # source -> streams whose message has not come, in order
+    requests: list[Any] = field(default_factory=list)
+    peers: list[int] = field(default_factory=list)  # of each request
+
+
+class MpiTransport(BaseTransport):
+    """One rank of an MPI communicator, of which it holds a duplicate."""
+
+    name = "mpi"
+
+    def __init__(self, comm: Any, timeout_s: float):
+        """Duplicate ``comm`` (None: COMM_WORLD).  Collective over it."""
+        self._mpi = import_mpi()
+        comm = self._checked_comm(comm)
+        super().__init__(comm.Get_rank(), comm.Get_size(), timeout_s)
+        self._early: list[Message] = []  # of calls that peers have begun before us
+        self._kept: list[Any] = []  # requests and buffers that MPI may still use
+        self._unfinished = False  # a call failed with messages under way
+        self._num_tags = min(self._mpi.COMM_WORLD.Get_attr(self._mpi.TAG_UB), 2**30) // 2 - 1
+        atexit.register(self._at_exit)
+        self._comm = self._duplicate(comm)
+
+    def _checked_comm(self, comm: Any) -> Any:
+        mpi = self._mpi
+        if not mpi.Is_initialized() or mpi.Is_finalized():
+            raise RuntimeError('transport "mpi": MPI is not running: not initialized, or finalized')
+        launched = os.environ.get("OMPI_COMM_WORLD_SIZE", "1")
+        if launched.isdigit() and int(launched) > 1 and mpi.COMM_WORLD.Get_size() == 1:
+            raise RuntimeError(
+                f'transport "mpi": this process was started as one of {launched}, but its MPI sees'
+                " itself alone: mpirun belongs to another MPI than the one that mpi4py loads"
+                f" ({mpi.Get_library_version().splitlines()[0]}); use the mpirun of that MPI"
+            )
+        if comm is None:
+            return mpi.COMM_WORLD
+        if not isinstance(comm, mpi.Intracomm) or comm == mpi.COMM_NULL:
+            raise TypeError(f"comm: expected an mpi4py intracommunicator, got {comm!r}")
+        return comm
+
+    def _duplicate(self, comm: Any) -> Any:
+        duplicate, request = comm.Idup()
+        deadline = time.monotonic() + self.timeout_s
+        while not request.Test():
+            if time.monotonic() > deadline:
+                self._kept.append(request)
+                self._unfinished = True
+                raise TimeoutError(
+                    f"{self.where('open')}: not all ranks came within {float(self.timeout_s)} s"
+                )
+            time.sleep(SLEEP_S)
+        duplicate.Set_errhandler(self._mpi.ERRORS_RETURN)
+        return duplicate
+
+    def _move(self, call: Call) -> None:
+        number = call.shape.number % self._num_tags
+        flight = Flight(
+            call,
+            tag=2 * number + (1 if call.shape.kind == "counts" else 2),
+            row_types=[
+                self._mpi.BYTE.Create_contiguous(row_bytes).Commit()
+                for row_bytes in call.shape.row_bytes
+            ],
+            missing={peer: list(call.streams) for peer in call.sources if call.streams},
+        )
+        try:
+            self._send(flight)
+            call.copy_own_rows()
+            early, self._early = self._early, []
+            for message in early:
+                self._take(flight, message)
+            self._receive(flight)
+        except BaseException:
+            self._kept.append(flight)
+            self._unfinished = True
+            raise
+        finally:
+            for row_type in flight.row_types:
+                row_type.Free()  # MPI keeps it for messages under way
+
+    def _send(self, flight: Flight) -> None:
+        call = flight.call
+        for peer in call.targets:
+            for stream in call.streams:
+                rows = call.send_rows(stream, peer)
+                spec = [rows, len(rows), flight.row_types[stream]]
+                flight.requests.append(self._comm.Issend(spec, peer, flight.tag))
+                flight.peers.append(peer)
+
+    def _receive(self, flight: Flight) -> None:
+        """Take messages until all have come and all requests are done."""
+        num_idle = 0
+        while True:
+            message = self._next_message()
+            if message is not None:
+                self._take(flight, message)
+                num_idle = 0
+                continue
+            if not flight.missing and self._mpi.Request.Testall(flight.requests):
+                return
+            num_idle += 1
+            if num_idle > NUM_SPINS:
+                if flight.call.remaining_s() <= 0:
+                    raise flight.call.late(self._late_peer(flight))
+                time.sleep(SLEEP_S)
+            else:
+                os.sched_yield()
+
+    def _next_message(self) -> Message | None:
+        mpi = self._mpi
+        status = mpi.Status()
+        message = self._comm.Improbe(mpi.ANY_SOURCE, mpi.ANY_TAG, status)
+        if message is None:
+            return None
+        num_bytes = status.Get_elements(mpi.BYTE)
+        return Message(message, status.Get_source(), status.Get_tag(), num_bytes)
+
+    def _take(self, flight: Flight, message: Message) -> None:
+        """Receive a message of this call, keep one of a later call, raise at any other."""
+        if message.tag == TOLD_TAG:
+            raise self._told(message)
+        if message.tag != flight.tag:
+            self._keep_for_later(flight, message)
+            return
+        call, source = flight.call, message.source
+        if source not in flight.missing:
+            self._raise_unexpected(flight, message)
+        stream = flight.missing[source][0]
+        rows = call.recv_rows(stream, source)
+        if message.num_bytes != rows.nbytes:
+            self._raise_wrong_size(call, message, stream)
+        del flight.missing[source][0]
+        if not flight.missing[source]:
+            del flight.missing[source]
+        flight.requests.append(message.message.Irecv([rows, len(rows), flight.row_types[stream]]))
+        flight.peers.append(source)
+
+    def _keep_for_later(self, flight: Flight, message: Message) -> None:
+        number, their_number = (flight.tag - 1) // 2, (message.tag - 1) // 2
+        ahead = (their_number - number) % self._num_tags
+        if 0 < ahead < self._num_tags // 2:
+            self._early.append(message)
+            return
+        where, rank, source = flight.call.where, self.rank, message.source
+        if ahead == 0:
+            theirs = "exchange" if flight.tag % 2 else "exchange_counts"
+            mine = "exchange_counts" if flight.tag % 2 else "exchange"
+            raise ValueError(
+                f"{where}: rank {source} is in {theirs}, rank {rank} in {mine}"
+                " (all ranks must make the same calls in the same order)"
+            )
+        raise ValueError(
+            f"{where}: splits disagreed in an earlier call: rank {source} sent"
+            f" {message.num_bytes} bytes to rank {rank}, which expected none"
+        )
+
+    def _raise_unexpected(self, flight: Flight, message: Message) -> None:
+        call, source = flight.call, message.source
+        expected = call.shape.recv_splits[source]
+        if expected:
+            text = f"rank {source} sends more than the {len(call.streams)} streams expected of it"
+        else:
+            row_bytes = next((b for b in call.shape.row_bytes if b), 1)
+            rows = message.num_bytes // row_bytes
+            text = splits_disagreement(source, self.rank, rows, expected) or ""
+        raise ValueError(f"{call.where}: {text}")
+
+    def _raise_wrong_size(self, call: Call, message: Message, stream: int) -> None:
+        source, row_bytes = message.source, call.shape.row_bytes[stream]
+        rows, rest = divmod(message.num_bytes, row_bytes)
+        expected = call.shape.recv_splits[source]
+        text = splits_disagreement(source, self.rank, rows, expected)
+        if rest or text is None:
+            text = (
+                f"rank {source} sends {message.num_bytes} bytes of stream {stream} to rank"
+                f" {self.rank}, which expects {expected} rows of {row_bytes} bytes"
+            )
+        raise ValueError(f"{call.where}: {text}")
+
+    def _late_peer(self, flight: Flight) -> int:
+        if flight.missing:
+            return min(flight.missing)
+        pairs = zip(flight.requests, flight.peers, strict=True)
+        return next((peer for request, peer in pairs if not request.Test()), self.rank)
+
+    def _told(self, message: Message) -> Exception:
+        data = bytearray(min(message.num_bytes, MAX_TOLD_BYTES))
+        message.message.Recv([data, self._mpi.BYTE])
+        return self._stopped_by(message.source, *decode_told(bytes(data)))
+
+    def _tell_peers(self, kind: str, text: str) -> None:
+        data = encode_told(kind, text)
+        for peer in range(self.num_ranks):
+            if peer != self.rank:
+                request = self._comm.Isend([data, self._mpi.BYTE], peer, TOLD_TAG)
+                self._kept.append((request, data))
+
+    def _release(self) -> None:
+        # After a failure peers may still send to this communicator, and so its number must not be
+        # given to another one.
+        if self._broken is None and not self._mpi.Is_finalized():
+            self._comm.Free()
+            atexit.unregister(self._at_exit)
+
+    def _at_exit(self) -> None:
+        """End the whole job if a peer may wait for this rank for ever.
+
+        That is so after a call that failed half-way, and when an uncaught exception ends this
+        process (which leaves a trace in ``sys``); MPI_Finalize would wait for the peers.
+        """
+        uncaught = getattr(sys, "last_value", None) is not None
+        stuck = self._unfinished or (uncaught and self.num_ranks > 1)
+        if stuck and not self._mpi.Is_finalized():
+            sys.stdout.flush()
+            sys.stderr.flush()
+            self._mpi.COMM_WORLD.Abort(1)

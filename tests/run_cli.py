@@ -1,0 +1,5 @@
+"""``fp4comm`` as a script, for launchers that tests start."""
+
+from fp4comm.cli import main
+
+main()

@@ -1,0 +1,360 @@
+"""Benchmark: formulas, generators, what is timed and what the check inside it notices."""
+
+import dataclasses
+import math
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from fp4comm import AllToAll, Precision, WireFormat, bench, bench_rows, transport
+from fp4comm.bench_check import Checked, Checker, expert_outputs, sample
+from fp4comm.routing import Placement
+from fp4comm.transport.local import LocalTransport
+from fp4comm.workload import (
+    Recorded,
+    Synthetic,
+    balanced_experts,
+    distinct_experts,
+    zipf_popularity,
+)
+
+DATA = Path(__file__).resolve().parent / "data"
+MIB = 2**20
+SMALL = Synthetic(2, tokens=40, hidden=160, num_experts=6, num_topk=3, skew=0.5)
+
+
+# Formulas
+
+
+def test_bandwidth_counts_only_what_leaves_the_rank():  # BEN-01
+    matrix = np.full((4, 4), 16 * MIB)
+    sent = bench_rows.traffic(matrix)
+    assert bench_rows.bandwidth_gbs(sent.sent, 1000) == pytest.approx(67.109, abs=1e-3)
+    assert bench_rows.bandwidth_gbs(sent.sent_to_others, 1000) == pytest.approx(50.332, abs=1e-3)
+
+
+def test_bandwidth_of_a_ragged_exchange_is_the_busiest_ranks():  # BEN-03
+    matrix = np.array([[8, 12, 15, 14], [1, 0, 0, 9], [0, 0, 0, 0], [40, 2, 3, 5]]) * MIB
+    sent = bench_rows.traffic(matrix)
+    assert sent == bench_rows.Traffic(50 * MIB, 45 * MIB, 109 * MIB, (41 + 10 + 0 + 45) * MIB)
+    assert bench_rows.bandwidth_gbs(sent.sent_to_others, 1000) == pytest.approx(47.186, abs=1e-3)
+
+
+def test_no_time_and_no_bytes_make_no_bandwidth():
+    assert bench_rows.bandwidth_gbs(0, 5) == 0
+    assert bench_rows.bandwidth_gbs(5, 0) == 0
+
+
+def test_the_first_call_is_reported_apart():  # BEN-05
+    summary = bench_rows.timing([200000, 12, 5, 4, 4, 5], warmup=1)
+    assert summary == bench_rows.Timing(first_us=200000, median_us=5, p90_us=12)
+
+
+def test_p90_is_the_nearest_rank():
+    assert bench_rows.timing([0, *range(1, 11)], warmup=1).p90_us == 9
+    assert bench_rows.timing([0, 7], warmup=1).p90_us == 7
+
+
+@pytest.mark.parametrize(("warmup", "iterations"), [(0, 5), (-1, 5), (5, 0)])
+def test_a_cold_or_empty_benchmark_is_refused(warmup, iterations):  # BEN-07
+    with pytest.raises(ValueError, match="expected at least 1"):
+        bench.Settings(("bf16",), warmup=warmup, iterations=iterations)
+
+
+@pytest.mark.parametrize(
+    ("wire", "num_bytes"), [("bf16", 14336), ("fp8", 7224), ("mxfp8", 7392), ("mxfp4", 3808)]
+)
+def test_bytes_of_a_row(wire, num_bytes):  # BEN-12
+    assert bench_rows.row_bytes(WireFormat(wire), 7168) == num_bytes
+    assert bench_rows.row_bytes(WireFormat(wire), 7168, num_topk=8) == num_bytes + 48
+
+
+def test_mxfp4_gains_less_than_four():  # BEN-12
+    bf16, mxfp4 = (bench_rows.row_bytes(WireFormat(w), 7168) for w in ("bf16", "mxfp4"))
+    assert bf16 / mxfp4 == pytest.approx(3.765, abs=5e-4)
+    assert bench_rows.row_bytes(WireFormat("mxfp4"), 2880) == 1530  # BEN-16
+
+
+def test_speedup_and_time_saved():  # BEN-17
+    assert bench_rows.speedup(8000, 2000) == 4.0
+    assert bench_rows.time_saved(8000, 2000) == 0.75
+
+
+def test_sqnr():
+    assert bench_rows.sqnr_db(100.0, 1.0) == pytest.approx(20)
+    assert bench_rows.sqnr_db(1.0, 0.0) is None
+    assert bench_rows.sqnr_db(0.0, 0.0) is None
+    assert bench_rows.sqnr_db(1.0, math.nan) is None
+
+
+# Generators
+
+
+def test_balanced_routing_leaves_no_rank_idle():  # BEN-10
+    idx = balanced_experts(12, 4, Placement(128, 16), rank=0)
+    owners = Placement(128, 16).owners[idx]
+    assert np.bincount(owners.reshape(-1), minlength=16).tolist() == [3] * 16
+
+
+@pytest.mark.parametrize(("experts", "ranks", "topk"), [(128, 16, 4), (10, 4, 10), (7, 3, 5)])
+def test_balanced_routing_is_balanced_over_all_ranks_together(experts, ranks, topk):
+    placement = Placement(experts, ranks)
+    idx = np.concatenate([balanced_experts(35, topk, placement, rank) for rank in range(ranks)])
+    assert all(len(set(token)) == topk for token in idx.tolist())
+    load = np.bincount(idx.reshape(-1), minlength=experts)
+    assert load.max() - load.min() <= 1
+
+
+@pytest.mark.parametrize("skew", [0, 1.5])
+def test_experts_of_a_token_are_distinct(skew):  # BEN-15
+    popularity = zipf_popularity(16, skew, seed=3)
+    idx = distinct_experts(10000, 8, popularity, np.random.default_rng(0))
+    assert idx.shape == (10000, 8)
+    assert (np.diff(np.sort(idx, axis=1), axis=1) > 0).all()
+    assert set(idx.reshape(-1).tolist()) == set(range(16))
+
+
+def test_skew_makes_some_experts_popular_on_all_ranks():
+    loads = [_load(dataclasses.replace(SMALL, tokens=4000, skew=s)) for s in (0.0, 1.0)]
+    for even, skewed in zip(*loads, strict=True):
+        assert even.max() / even.mean() < 1.1
+        assert skewed.max() / skewed.mean() > 1.5
+    assert loads[1][0].argmax() == loads[1][1].argmax()
+
+
+def _load(workload):
+    return [np.bincount(workload.routing(rank)[0].reshape(-1), minlength=6) for rank in (0, 1)]
+
+
+def test_inputs_depend_on_seed_rank_and_token_alone():
+    tokens = np.array([3, 17])
+    again = dataclasses.replace(SMALL, tokens=50)
+    assert torch.equal(SMALL.rows(1, tokens), again.rows(1, np.arange(50))[tokens])
+    assert not torch.equal(SMALL.rows(1, tokens), SMALL.rows(0, tokens))
+    other = dataclasses.replace(SMALL, seed=1)
+    assert not torch.equal(SMALL.rows(1, tokens), other.rows(1, tokens))
+    assert not np.array_equal(SMALL.routing(0)[0], other.routing(0)[0])
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"hidden": 100}, "hidden: expected a multiple of 32"),
+        ({"num_topk": 7}, r"topk: expected at most 6"),
+        ({"num_topk": 0}, "topk: expected at least 1"),
+        ({"tokens": -1}, "tokens: expected at least 0"),
+        ({"skew": "-1"}, "skew: expected"),
+        ({"skew": "some"}, "skew: expected"),
+        ({"skew": "nan"}, "skew: expected"),
+        ({"seed": -1}, "seed: expected"),
+    ],
+)
+def test_bad_sizes_are_refused(changes, text):
+    with pytest.raises(ValueError, match=text):
+        dataclasses.replace(SMALL, **changes)
+
+
+def test_recorded_tokens_are_shared_out_in_order():
+    recorded = Recorded([DATA / "layer0.safetensors", DATA / "layer7.safetensors"], num_ranks=3)
+    assert recorded.num_tokens == [682, 683, 683]
+    assert (recorded.hidden, recorded.num_topk, recorded.num_experts) == (1024, 8, 64)
+    alone = Recorded([DATA / "layer7.safetensors"], num_ranks=1)
+    last = np.array([681, 682])
+    assert torch.equal(recorded.rows(2, last), alone.rows(0, last + 1024 - 683))
+    assert np.array_equal(recorded.routing(2)[0], alone.routing(0)[0][-683:])
+
+
+def test_recorded_tokens_may_be_fewer_but_not_more():
+    files = [DATA / "layer0.safetensors"]
+    assert Recorded(files, num_ranks=3, tokens=7).num_tokens == [7, 7, 7]
+    with pytest.raises(ValueError, match=r"tokens: expected 0\.\.341 .* got 342"):
+        Recorded(files, num_ranks=3, tokens=342)
+    with pytest.raises(ValueError, match=r"topk_idx: expected values in -1\.\.31"):
+        Recorded(files, num_ranks=3, num_experts=32)
+
+
+def test_files_that_are_no_data_are_named(tmp_path):
+    from safetensors.torch import save_file
+
+    with pytest.raises(ValueError, match="data: expected a safetensors file, got .*nothing"):
+        Recorded([tmp_path / "nothing"], num_ranks=1)
+    (tmp_path / "text").write_text("no tensors")
+    with pytest.raises(ValueError, match="data: expected a safetensors file, got .*text"):
+        Recorded([tmp_path / "text"], num_ranks=1)
+    save_file({"x": torch.zeros(3, 32)}, tmp_path / "x")
+    with pytest.raises(ValueError, match=r"expected x of torch.bfloat16 .* got torch.float32"):
+        Recorded([tmp_path / "x"], num_ranks=1)
+
+
+# Measuring
+
+
+def measure(workload, **settings):
+    settings = bench.Settings(**{"wires": ("mxfp4",), "warmup": 1, "iterations": 1} | settings)
+    num_ranks = len(workload.num_tokens)
+    return transport.run_local(num_ranks, lambda t: bench.measure(t, workload, settings), 60)
+
+
+@pytest.mark.parametrize("arrive", ["fp8", "bf16", "packed"])
+@pytest.mark.parametrize("combine", ["bf16", "same"])
+def test_every_row_is_right_and_has_the_bytes_that_travelled(arrive, combine):
+    wires = ("bf16", "fp8", "mxfp8", "mxfp4")
+    first, second = measure(SMALL, wires=wires, arrive=arrive, combine=combine)
+    assert first == second  # on every rank
+    assert [r.op for r in first.rows] == ["dispatch", "combine"] * 4
+    idxs = [SMALL.routing(rank)[0] for rank in (0, 1)]
+    sent = [[int((idx // 3 == d).any(axis=1).sum()) for d in (0, 1)] for idx in idxs]
+    for row in first.rows:
+        matrix = np.array(sent) if row.op == "dispatch" else np.array(sent).T
+        assert row.wire_rows == bench_rows.traffic(matrix)
+        num_bytes = WireFormat(row.format).row_bytes(160) + (18 if row.op == "dispatch" else 0)
+        assert row.wire_bytes == bench_rows.traffic(matrix * num_bytes)
+        assert row.num_wrong == 0
+        assert row.num_checked == (240 if row.op == "dispatch" else 80)
+        assert row.time.median_us > 0
+
+
+def test_hidden_2880():  # BEN-16
+    report = measure(Synthetic(2, 8, 2880, 4, 2))[0]
+    assert report.num_wrong == 0
+    assert report.rows[0].wire_bytes.total == report.rows[0].wire_rows.total * (1530 + 12)
+
+
+def test_no_tokens_at_all():
+    report = measure(dataclasses.replace(SMALL, tokens=0), wires=("bf16", "mxfp4"))[0]
+    assert [row.wire_bytes.total for row in report.rows] == [0] * 4
+    assert report.num_wrong == 0
+
+
+def test_the_time_holds_the_work(monkeypatch):  # BEN-08
+    move = LocalTransport._move
+
+    def slow(self, call):
+        if call.shape.kind == "exchange" and self.rank == 1:
+            time.sleep(0.02)
+        move(self, call)
+
+    monkeypatch.setattr(LocalTransport, "_move", slow)
+    for row in measure(SMALL)[0].rows:
+        assert row.time.median_us >= 20000
+        assert row.parts_us["exchange"] >= 20000
+
+
+def test_one_wrong_byte_in_what_arrives_is_noticed(monkeypatch):
+    move = LocalTransport._move
+
+    def corrupting(self, call):
+        move(self, call)
+        if call.shape.kind == "exchange" and self.rank == 1:
+            call.recvs[0][5, 7] ^= 1
+
+    monkeypatch.setattr(LocalTransport, "_move", corrupting)
+    report = measure(SMALL, wires=("bf16",), arrive="bf16")[0]
+    assert [row.num_wrong > 0 for row in report.rows] == [True, True]
+
+
+def dispatched(workload, arrive, max_elements=None):
+    """What rank 1 got of a dispatch, with its checker."""
+    precision = Precision(dispatch="mxfp4")
+
+    def on_rank(t):
+        a2a = AllToAll(
+            t,
+            num_experts=workload.num_experts,
+            hidden=workload.hidden,
+            precision=precision,
+            arrive=arrive,
+            expert_alignment=50,
+        )
+        idx, weights = map(torch.from_numpy, workload.routing(t.rank))
+        x = workload.rows(t.rank, np.arange(workload.tokens))
+        d = a2a.dispatch(x, idx, weights)
+        checker = Checker(workload, t.rank, arrive, 50, max_elements)
+        y = a2a.combine(expert_outputs(d, checker.experts), d.handle)
+        return d, y, checker
+
+    return transport.run_local(2, on_rank)[1]
+
+
+def flip(d, row):
+    d.rows.view(torch.uint8)[row, 3] ^= 1
+
+
+def swap(d, row):
+    rows = d.rows.view(torch.uint8)
+    rows[[row, row + 1]] = rows[[row + 1, row]]
+
+
+def scale(d, row):
+    d.scales[row, 0] *= 2
+
+
+def weight(d, row):
+    d.row_weights[row] += 0.25
+
+
+FAULTS = [
+    pytest.param(flip, 0, 1, id="one bit"),
+    pytest.param(swap, 0, 2, id="two rows of one expert swapped"),
+    pytest.param(scale, 0, 1, id="a scale"),
+    pytest.param(weight, 0, 1, id="a weight"),
+    pytest.param(flip, -1, 1, id="padding not empty"),
+    pytest.param(scale, -1, 1, id="scale in padding"),
+    pytest.param(weight, -1, 1, id="weight in padding"),
+]
+
+
+@pytest.mark.parametrize(("fault", "row", "num_wrong"), FAULTS)
+def test_the_check_counts_wrong_rows(fault, row, num_wrong):
+    d, _, checker = dispatched(SMALL, "fp8")
+    wire = WireFormat("mxfp4")
+    assert d.num_rows_list[-1] % 50, "the last row is padding"
+    assert checker.dispatch(d, wire).num_wrong == 0
+    fault(d, row)
+    assert checker.dispatch(d, wire).num_wrong == num_wrong
+
+
+def test_weights_and_padding_are_checked_outside_the_sample():
+    d, y, checker = dispatched(SMALL, "fp8", max_elements=1)
+    wire = WireFormat("mxfp4")
+    checked = checker.dispatch(d, wire)
+    assert 0 < checker.num_tokens_checked == 2
+    assert 0 < checked.num_rows <= 6
+    assert checked.num_wrong == 0
+    for row in range(d.num_rows_list[0]):
+        weight(d, row)
+    assert checker.dispatch(d, wire).num_wrong == d.num_rows_list[0]
+    assert checker.combine(y, wire, WireFormat("bf16")) == Checked(1, 0)
+
+
+def test_rows_in_the_wrong_number_or_place_are_all_wrong():
+    d, y, checker = dispatched(SMALL, "fp8")
+    wire = WireFormat("mxfp4")
+    counts = [d.num_rows_list[0] - 1, *d.num_rows_list[1:]]
+    wrong = checker.dispatch(dataclasses.replace(d, num_rows_list=counts), wire)
+    assert wrong.num_wrong == wrong.num_rows > 0
+    wrong = checker.combine(y[:-1], wire, WireFormat("bf16"))
+    assert wrong.num_wrong == wrong.num_rows == 40
+
+
+def test_an_expert_that_did_anothers_work_is_noticed():
+    d, y, checker = dispatched(SMALL, "bf16")
+    wire, bf16 = WireFormat("mxfp4"), WireFormat("bf16")
+    assert checker.combine(y, wire, bf16) == Checked(40, 0)
+    y.view(torch.int16)[7, 0] ^= 1
+    assert checker.combine(y, wire, bf16) == Checked(40, 1)
+    others = range(checker.experts.start + 1, checker.experts.stop + 1)
+    outs, moved = expert_outputs(d, checker.experts), expert_outputs(d, others)
+    assert not torch.equal(outs, moved)
+
+
+def test_the_sample_is_ascending_and_always_the_same():
+    assert sample(5, 8).tolist() == [0, 1, 2, 3, 4]
+    assert sample(0, 8).tolist() == []
+    some = sample(1000, 8)
+    assert len(set(some.tolist())) == 8
+    assert (np.diff(some) > 0).all()
+    assert np.array_equal(some, sample(1000, 8))

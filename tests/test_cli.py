@@ -1,0 +1,359 @@
+"""The command line: what it prints and writes, exit codes, and errors that one rank reports."""
+
+import importlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import ranks
+from click.testing import CliRunner
+
+from fp4comm import __version__, launch, machine, transport
+from fp4comm.cli import DEMO_FILES, cli
+from fp4comm.transport.local import LocalTransport
+
+SCRIPT = Path(__file__).resolve().parent / "run_cli.py"
+DATA = Path(__file__).resolve().parent / "data" / "layer0.safetensors"
+TINY = ["--tokens", "24", "--hidden", "160", "--experts", "6", "--topk", "3"]
+TINY += ["--warmup", "1", "--iterations", "2"]
+FORMATS = ["bf16", "fp8", "mxfp8", "mxfp4"]
+
+
+@pytest.fixture(autouse=True)
+def _no_launcher(monkeypatch):
+    """Tests may themselves run under a launcher."""
+    for name in list(os.environ):
+        if name.startswith(launch.MPI_LAUNCHERS) or name in launch.TORCH_VARIABLES:
+            monkeypatch.delenv(name)
+
+
+def run(*arguments):
+    return CliRunner().invoke(cli, [str(a) for a in arguments])
+
+
+def rows_of(output):
+    """Cells of the benchmark's rows."""
+    return [line.split() for line in output.splitlines() if line and not line.startswith("#")]
+
+
+# bench
+
+
+def test_bench_prints_a_row_for_each_operation_and_wire_format():
+    result = run("bench", *TINY, "--ranks", 2)
+    assert result.exit_code == 0, result.output
+    assert result.output.splitlines()[-1] == "# wrong rows: 0 OK"
+    rows = rows_of(result.output)
+    assert [row[:2] for row in rows] == [
+        cells for wire in FORMATS for cells in (["dispatch", wire], ["combine", "bf16"])
+    ]
+    assert {len(row) for row in rows} == {12}
+    assert [row[-2] for row in rows[:2]] == ["1.00", "1.00"]  # bf16 against itself
+    header = "\n".join(line for line in result.output.splitlines() if line.startswith("#"))
+    for text in (
+        f"fp4comm {__version__}  bench --tokens 24",
+        "ranks 2",
+        "transport local",
+        "x ~ N(0,1) bf16, skew 0.00, seed 0; hidden 160, top-3 of 6 experts",
+        "1 warm-up, 2 timed",
+        "contents of 48 of 48 tokens",
+        "first dispatch",
+    ):
+        assert text in header
+
+
+def test_wire_formats_are_repeated_or_listed_and_compared_with_bf16_only_if_it_is_there():
+    result = run("bench", *TINY, "--wire", "mxfp4,fp8", "--wire", "fp8", "--combine", "same")
+    rows = rows_of(result.output)
+    assert [row[1] for row in rows] == ["mxfp4", "mxfp4", "fp8", "fp8"]
+    assert {row[-2] for row in rows} == {"-"}
+
+
+def test_one_rank_sends_nothing_to_others():
+    result = run("bench", *TINY, "--ranks", 1, "--wire", "bf16")
+    assert [row[-3] for row in rows_of(result.output)] == ["0.000", "0.000"]
+
+
+def test_rows_above_the_link_are_marked():  # BEN-09
+    marked = run("bench", *TINY, "--wire", "bf16", "--link-gbs", 1e-9).output
+    assert [row[-1] for row in rows_of(marked)] == ["!", "!"]
+    assert "2 rows above the stated link peak of 1e-09 GB/s" in marked
+    assert "!" not in run("bench", *TINY, "--wire", "bf16", "--link-gbs", 1e9).output
+
+
+def test_bench_on_recorded_data():
+    options = ("--tokens", 16, "--wire", "mxfp4", "--warmup", 1, "--iterations", 1)
+    result = run("bench", "--data", DATA, *options)
+    assert result.exit_code == 0, result.output
+    assert "x from layer0.safetensors; hidden 1024, top-8 of 64 experts" in result.output
+    assert run("bench", "--data", DATA, *options, "--skew", "balanced").exit_code == 2
+
+
+def test_a_wrong_row_is_counted_and_ends_with_1(monkeypatch):
+    move = LocalTransport._move
+
+    def corrupting(self, call):
+        move(self, call)
+        if call.shape.kind == "exchange" and self.rank == 1:
+            call.recvs[0][5, 7] ^= 1
+
+    monkeypatch.setattr(LocalTransport, "_move", corrupting)
+    result = run("bench", *TINY, "--wire", "bf16", "--arrive", "bf16")
+    assert result.exit_code == 1
+    assert all(int(row[-1]) > 0 for row in rows_of(result.output))
+    assert result.output.splitlines()[-1].endswith(" FAILED")
+    result = run("demo", "--data", DATA, "--ranks", 2, "--warmup", 1, "--iterations", 1)
+    assert result.exit_code == 1
+    assert result.output.splitlines()[-1].startswith("FAILED: ")
+
+
+def test_json_holds_machine_versions_commit_arguments_and_rows(tmp_path):
+    file = tmp_path / "out.json"
+    assert run("bench", *TINY, "--wire", "mxfp4", "--json", file).exit_code == 0
+    content = json.loads(file.read_text())
+    assert content["command"] == "bench"
+    assert content["arguments"]["hidden"] == 160
+    assert content["machine"]["cores"] >= content["machine"]["usable_cores"] >= 1
+    assert content["versions"]["fp4comm"] == __version__
+    assert content["git"] is None or set(content["git"]) == {"commit", "dirty"}
+    assert (content["ranks"], content["hosts"], content["wrong_rows"]) == (2, 1, 0)
+    dispatch, combine = content["rows"]
+    assert (dispatch["op"], combine["op"]) == ("dispatch", "combine")
+    assert dispatch["time"]["median_us"] > 0
+    assert set(dispatch["parts_us"]) == {"plan", "counts", "quantize", "exchange", "arrive"}
+    assert 15 < dispatch["sqnr_db"] < 25
+
+
+BAD = [
+    (["--hidden", "100"], "hidden: expected a multiple of 32, got 100"),
+    (["--topk", "7"], "topk: expected at most 6"),
+    (["--warmup", "0"], "warmup: expected at least 1"),  # BEN-07
+    (["--iterations", "0"], "iterations: expected at least 1"),
+    (["--wire", "fp5"], "wire format: expected one of bf16, fp8, mxfp8, mxfp4, got 'fp5'"),
+    (["--combine", "fp5"], "wire format: expected one of"),
+    (["--arrive", "fp4"], "arrive: expected one of fp8, bf16, packed"),
+    (["--alignment", "0"], "alignment: expected at least 1"),
+    (["--skew", "-2"], "skew: expected"),
+    (["--ranks", "0"], "num_ranks: expected at least 1"),
+    (["--data", "nothing"], "data: expected a safetensors file, got nothing"),
+    (["--timeout-s", "0"], "timeout_s: expected seconds above 0, got 0.0"),
+    (["--transport", "torch"], "RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT set; use torchrun"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "text"), BAD, ids=[" ".join(a) for a, _ in BAD])
+def test_mistakes_are_one_line_and_end_with_2(arguments, text):
+    result = run("bench", *TINY, *arguments)
+    assert result.exit_code == 2
+    assert text in result.output
+    assert result.output.startswith("Error: ")
+    assert result.output.count("\n") == 1
+
+
+def test_a_folder_for_json_that_is_not_there_is_noticed_first(tmp_path):
+    result = run("bench", *TINY, "--json", tmp_path / "nothing" / "out.json")
+    assert result.exit_code == 2
+    assert "no such folder" in result.output
+
+
+# demo
+
+
+def test_demo_shows_one_table_and_ends_with_ok():
+    options = ("--ranks", 2, "--warmup", 1, "--iterations", 2)
+    result = run("demo", "--data", DATA, *options)
+    assert result.exit_code == 0, result.output
+    lines = result.output.splitlines()
+    assert max(map(len, lines)) <= 120
+    assert result.output.isascii()
+    assert lines[-1].startswith("OK: 0 wrong of ")
+    assert "On one machine the wire is a memory copy" in result.output
+    for label in (
+        *("wire rows sent", "bytes on the wire", "route", "times smaller than bf16"),
+        *("one copy per expert", "plan", "quantize", "counts", "exchange", "arrive", "reduce"),
+        *("SQNR", "wrong rows"),
+    ):
+        assert any(label in line for line in lines), label
+    smaller = next(line for line in lines if "times smaller" in line)
+    assert smaller.split()[-8:-1:2] == ["1.00x", "1.94x", "1.90x", "3.54x"]
+
+
+def test_demo_has_its_data_in_the_checkout_and_says_so_without(monkeypatch, tmp_path):
+    assert all(file.is_file() for file in DEMO_FILES)
+    monkeypatch.setattr("fp4comm.cli.DEMO_FILES", [tmp_path / "layer0.safetensors"])
+    result = run("demo")
+    assert result.exit_code == 2
+    assert "not in the installed package" in result.output
+
+
+# info
+
+
+def test_info_names_versions_codecs_transports_and_threads(tmp_path):
+    file = tmp_path / "info.json"
+    result = run("info", "--json", file)
+    assert result.exit_code == 0
+    content = json.loads(file.read_text())
+    assert content["codecs"]["cpu"] is None
+    assert content["transports"]["local"] is None
+    assert content["machine"]["kernel_threads"] >= 1
+    for name in ("python", "torch", "numba", "mpi4py", "MPI library", "nccl", "threads", "CUDA"):
+        assert name in result.output
+
+
+def test_a_pinned_rank_has_one_thread_and_is_told_why(monkeypatch):  # INS-16
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0})
+    monkeypatch.setattr(os, "cpu_count", lambda: 4)
+    monkeypatch.setenv("NUMBA_NUM_THREADS", "4")
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
+    content = machine.everything()
+    assert content["machine"]["usable_cores"] == content["machine"]["kernel_threads"] == 1
+    assert "--bind-to none" in "\n".join(machine.as_lines(content, launched_ranks=2))
+
+
+@pytest.mark.parametrize("failure", ["RuntimeError('cannot load MPI')", "ImportError('libmpi')"])
+def test_an_mpi_that_fails_to_load_spoils_nothing_else(tmp_path, failure):  # INS-09, INS-10
+    (tmp_path / "mpi4py").mkdir()
+    (tmp_path / "mpi4py" / "__init__.py").write_text("")
+    (tmp_path / "mpi4py" / "MPI.py").write_text(f"raise {failure}\n")
+    env = {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(ranks.ROOT)])}
+    told = ranks.python(SCRIPT, "info", env=env)
+    assert told.returncode == 0, told.stdout
+    assert "pip install 'fp4comm[mpi]'" in told.stdout
+    ran = ranks.python(SCRIPT, "bench", "--warmup", 0, env=env)  # comes as far as its own checks
+    assert "warmup: expected" in ran.stdout
+
+
+def test_a_codec_that_fails_to_load_is_told(monkeypatch):
+    def fail():
+        raise SystemError("numba needs another numpy")
+
+    monkeypatch.setattr("fp4comm.codec.available", fail)
+    assert "failed to load" in run("info").output
+
+
+def test_the_library_alone_imports_neither_click_nor_rich():
+    names = {"click", "rich", "numba", "mpi4py", "cupy"}
+    code = f"import fp4comm, sys; print(*sorted({names} & set(sys.modules)))"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ranks.ROOT, capture_output=True, text=True
+    )
+    assert (done.returncode, done.stdout.strip()) == (0, ""), done
+
+
+# Under launchers
+
+
+def test_auto_takes_the_transport_of_the_launcher(monkeypatch):
+    assert launch.choose("auto") == "local"
+    assert launch.choose("mpi") == "mpi"
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
+    assert launch.choose("auto") == "mpi"
+    for name in launch.TORCH_VARIABLES:
+        monkeypatch.setenv(name, "1")
+    assert launch.choose("auto") == "torch"
+
+
+def test_a_mistake_on_one_rank_is_every_ranks_error():
+    def on_rank(t):
+        def make():
+            if t.rank == 1:
+                raise OSError("disk on fire")
+            return 5
+
+        with pytest.raises(ValueError, match="rank 1 of 2: disk on fire"):
+            launch.agree(t, make)
+        return launch.agree(t, lambda: t.rank + 5)
+
+    assert transport.run_local(2, on_rank) == [5, 6]
+
+
+def test_demo_under_mpirun():
+    options = ("--data", DATA, "--warmup", 1, "--iterations", 2)
+    done = ranks.mpirun(4, SCRIPT, "demo", *options, timeout=120)
+    ranks.passed(done)
+    assert done.stdout.count("OK: 0 wrong") == 1
+    assert "4 ranks on 1 host, transport mpi" in done.stdout
+    assert "\x1b" not in done.stdout
+
+
+def test_bench_under_mpirun(tmp_path):
+    options = (*TINY, "--skew", "1.0", "--json", tmp_path / "out.json")
+    done = ranks.mpirun(2, SCRIPT, "bench", *options)
+    ranks.passed(done)
+    assert done.stdout.count("# wrong rows: 0 OK") == 1
+    assert json.loads((tmp_path / "out.json").read_text())["ranks"] == 2
+
+
+def test_bench_under_torch():
+    first, second = ranks.torch_ranks(2, SCRIPT, "bench", *TINY, "--wire", "mxfp4")
+    ranks.passed(first, second)
+    assert "transport torch (gloo)" in first.stdout
+    assert "# wrong rows" not in second.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["--hidden", "100"], "hidden: expected a multiple of 32"),
+        (["--hiden", "96"], "No such option"),
+    ],
+)
+def test_under_mpirun_one_rank_tells_and_none_hangs(arguments, text):
+    done = ranks.mpirun(2, SCRIPT, "bench", *TINY, *arguments)
+    assert done.returncode == 2, done.stdout
+    assert text in done.stdout
+    assert done.stdout.count("Error: ") == 1, done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["--ranks", "4"], "ranks: expected none under a launcher, got 4"),
+        (["--transport", "local"], '"local" runs in one process, but this is one of 2'),
+    ],
+)
+def test_the_launcher_starts_the_ranks(monkeypatch, arguments, text):
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
+    result = run("bench", *TINY, *arguments)
+    assert result.exit_code == 2
+    assert text in result.output
+
+
+def test_an_mpirun_of_another_mpi_is_refused():  # INS-11
+    env = {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "0"}
+    done = ranks.python(SCRIPT, "bench", *TINY, env=env)
+    assert done.returncode == 2
+    assert done.stdout.startswith('Error: transport "mpi": this process was started as one of 2')
+    assert done.stdout.count("\n") == 1
+    other = ranks.python(SCRIPT, "bench", *TINY, env=env | {"OMPI_COMM_WORLD_RANK": "1"})
+    assert (other.returncode, other.stdout) == (2, "")
+
+
+def test_checks_hold_without_asserts():  # INS-14
+    good = [["--wire", "mxfp4"], "# wrong rows: 0 OK", 0]
+    cases = [good, *([arguments, text, 2] for arguments, text in BAD)]
+    code = f"""
+from click.testing import CliRunner
+from fp4comm.cli import cli
+for arguments, text, code in {cases!r}:
+    result = CliRunner().invoke(cli, ["bench", *{TINY!r}, *arguments])
+    if result.exit_code != code or text not in result.output:
+        print(arguments, result.exit_code, result.output)
+"""
+    command = [sys.executable, "-O", "-c", code]
+    done = subprocess.run(command, cwd=ranks.ROOT, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (0, ""), done
+
+
+def test_the_console_script_and_the_module_are_the_same(monkeypatch):
+    if script := shutil.which("fp4comm", path=str(Path(sys.executable).parent)):
+        assert "fp4comm.cli" in Path(script).read_text()
+    monkeypatch.setattr(sys, "argv", ["fp4comm", "--version"])
+    with pytest.raises(SystemExit) as ended:
+        importlib.import_module("fp4comm.__main__")
+    assert ended.value.code == 0
