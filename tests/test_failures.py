@@ -1,0 +1,42 @@
+"""A stalled, failing or dead rank at each point of a round, on each transport."""
+
+import re
+import sys
+import time
+
+import pytest
+import ranks
+
+from fp4comm import transport
+
+sys.path.insert(0, str(ranks.SCRIPTS))
+import failures
+
+WHERE = ["counts", "exchange", "combine"]
+
+
+@pytest.mark.parametrize("where", WHERE)
+@pytest.mark.parametrize("how", ["stall", "raise"])
+def test_on_threads(how, where):
+    transport.run_local(3, lambda t: failures.on_rank(t, how, where), timeout_s=30)
+
+
+@pytest.mark.parametrize("where", WHERE)
+@pytest.mark.parametrize("how", ["stall", "raise", "die"])
+def test_on_torch_distributed(how, where):
+    runs = ranks.torch_ranks(3, "failures.py", "torch", how, where, timeout=60)
+    assert [run.returncode for run in runs] == [0, 0, 7 if how == "die" else 0], ranks.report(*runs)
+
+
+@pytest.mark.parametrize("where", WHERE)
+@pytest.mark.parametrize("how", ["stall", "raise", "die"])
+def test_under_mpirun(how, where):
+    """The job ends, with an exit code that is not 0 where a message may still be under way."""
+    options = ["--continuous"] if how == "die" else []
+    start = time.monotonic()
+    run = ranks.mpirun(3, "failures.py", "mpi", how, where, timeout=60, options=options)
+    survivors = re.findall(r"rank (\d) survived", run.stdout)
+    assert sorted(survivors) == ["0", "1"], ranks.report(run)
+    if how != "raise":
+        assert run.returncode != 0, ranks.report(run)
+    assert time.monotonic() - start < 45
