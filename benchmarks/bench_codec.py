@@ -99,8 +99,9 @@ def wrong_bf16(packed: PackedRows, source: np.ndarray, got: Any) -> int:
 
 def wrong_floats(packed: PackedRows, got: Any) -> int:
     """Check the first float32 rows."""
-    few = [part[:CHECKED_ROWS] for part in arrays(packed)]
-    return wrong_rows((got.numpy(),), (reference.dequantize(*few, packed.format, packed.hidden),))
+    payload, scales = (part[:CHECKED_ROWS] for part in arrays(packed))
+    want = reference.dequantize(payload, scales, packed.format, packed.hidden)
+    return wrong_rows((got.numpy(),), (want,))
 
 
 def wrong_columns(packed: PackedRows, layout: routing.ExpertLayout, got: Any) -> int:
