@@ -6,7 +6,7 @@ import ranks
 import torch
 from rounds import ROUNDS, WIRES, Round, bf16_bits, check_round, expected, inputs, same_rows
 
-from fp4comm import AllToAll, Precision, transport
+from fp4comm import AllToAll, Precision, quantize, transport
 
 RANKS = (1, 2, 3, 4, 8)
 
@@ -157,6 +157,51 @@ def test_shp_30_each_row_keeps_its_own_scales():
             k for e in (0, 1) for r in (0, 1) for k in range(17) if idx[r][k] == 2 * t.rank + e
         ]
         assert values.tolist() == [[2.0 ** (k - 8)] * 256 for k in tokens]
+
+    transport.run_local(2, on_rank)
+
+
+def test_shp_06_hidden_96_on_two_ranks():
+    """x[t, h] = t: every row that arrives is constant, exactly t in BF16."""
+
+    def on_rank(t):
+        x = torch.arange(7.0)[:, None].expand(7, 96).bfloat16()
+        idx = torch.arange(7)[:, None] % 4
+        for wire in ("bf16", "mxfp4"):
+            a2a = AllToAll(
+                t,
+                num_experts=4,
+                hidden=96,
+                arrive="bf16",
+                expert_alignment=1,
+                precision=Precision(wire),
+            )
+            d = a2a.dispatch(x, idx)
+            values = d.rows.float()
+            assert (values == values[:, :1]).all()
+            tokens = [
+                k for e in (0, 1) for _ in (0, 1) for k in range(7) if k % 4 == 2 * t.rank + e
+            ]
+            quantized = quantize(x, wire).to_bf16().float()[:, 0]
+            assert values[:, 0].tolist() == [float(quantized[k]) for k in tokens]
+            if wire == "bf16":
+                assert values[:, 0].tolist() == [float(k) for k in tokens]
+
+    transport.run_local(2, on_rank)
+
+
+def test_ins_21_odd_calls_after_a_normal_warm_up():
+    """No tokens on one rank, and no weights: weight 1."""
+
+    def on_rank(t):
+        a2a = AllToAll(t, num_experts=4, hidden=32, arrive="bf16", expert_alignment=1)
+        ones, idx = torch.ones(3, 32).bfloat16(), torch.tensor([[0, 3], [1, 2], [3, -1]])
+        a2a.dispatch(ones, idx, torch.rand(3, 2))
+        num = 3 if t.rank else 0
+        for weights in (torch.ones(num, 2), None):
+            d = a2a.dispatch(ones[:num], idx[:num], weights)
+            y = a2a.combine(d.rows, d.handle)
+            assert y[:, 0].tolist() == [2.0, 2.0, 1.0][:num]
 
     transport.run_local(2, on_rank)
 

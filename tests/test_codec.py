@@ -143,6 +143,7 @@ def test_arrives_as_the_fp8_of_the_case(case):
 @pytest.mark.parametrize("hidden", [32, 96, 1024, 2880])
 @by_wire
 def test_quantizes_any_bf16_as_the_reference(wire, hidden):
+    """NUM-36: all 65536 patterns are among them."""
     bits = hard_bf16_rows(hidden)
     packed = quantize(bf16_tensor(bits), wire)
     got = packed.payload.numpy(), packed.scales.numpy()
@@ -294,6 +295,7 @@ def torch_threads(count):
 
 @by_wire
 def test_bytes_do_not_depend_on_the_number_of_threads(wire, monkeypatch):
+    """COM-40: nor on the run."""
     bits = np.tile(hard_bf16_rows(1024), (3, 1))
     monkeypatch.setattr(threads, "MIN_BYTES", 1)
     monkeypatch.setattr(threads, "num_cores", lambda: 64)
@@ -347,3 +349,76 @@ def test_first_error_of_a_kernel_reaches_the_caller():
 
     with pytest.raises(MemoryError, match="no scratch"):
         threads.run(fail, 3, 1)
+
+
+@by_wire
+def test_shp_07_no_rows(wire):
+    packed = quantize(torch.empty(0, 7168).bfloat16(), wire)
+    assert packed.payload.shape == (0, wire.payload_bytes(7168))
+    assert packed.scales.shape == (0, wire.scale_bytes(7168))
+    codes, scales = packed.to_fp8_rows()
+    assert (codes.shape, scales.shape) == ((0, 7168), (0, 56))
+    columns, column_scales = packed.to_fp8_columns()
+    assert (columns.shape, column_scales.shape) == ((7168, 0), (0, 7168))
+    assert packed.to_bf16().shape == packed.to_float32().shape == (0, 7168)
+
+
+@pytest.mark.parametrize("shape", [(2, 16384), (2, 32768), (7000, 32), (1, 2_097_152)])
+def test_shp_22_long_rows_and_many(shape):
+    bits = np.resize(hard_bf16_rows(1024).reshape(-1), shape)
+    packed = quantize(bf16_tensor(bits), "mxfp4")
+    payload, scales = reference.quantize_rows(bits, packed.format)
+    assert_rows_equal((packed.payload.numpy(), packed.scales.numpy()), (payload, scales))
+    codes, fp8_scales = packed.to_fp8_rows()
+    want = reference.to_fp8_rows(payload, scales, packed.format, shape[1])
+    assert_rows_equal((codes.view(torch.uint8).numpy(), fp8_scales.numpy()), want)
+
+
+def test_shp_20_elements_beyond_2_to_the_31():
+    """The last of 299594 rows of 7168; the others have no place and their memory is not touched."""
+    num_rows = 299_594
+    x = torch.from_numpy(np.empty((num_rows, 7168), np.int16)).view(torch.bfloat16)
+    x[-1] = bf16_tensor(hard_bf16_rows(7168)[:1])[0]
+    offsets = torch.zeros(num_rows + 1, dtype=torch.int32)
+    offsets[-1] = 1
+    places = torch.zeros(1, dtype=torch.int32)
+    plan = types.SimpleNamespace(place_offsets=offsets, places=places)
+    wire = WireFormat("mxfp4")
+    payload, scales = cpu.quantize_rows(x, wire, plan)
+    want = reference.quantize_rows(bf16_bits(x[-1:]), wire)
+    assert_rows_equal((payload.numpy(), scales.numpy()), want)
+
+
+@by_wire
+def test_num_35_padding_is_written_whatever_was_in_memory(wire, monkeypatch):
+    """Codes 0 with scale 1.0, BF16 +0; no other row than the live ones and the padding is there."""
+    layout = random_layout(7, 2, 3, 8)
+    packed = quantize(torch.randn(7, 160), wire)
+    poison = 0xFF
+    monkeypatch.setattr(
+        cpu,
+        "empty",
+        lambda shape, dtype: torch.from_numpy(
+            np.frombuffer(
+                bytearray([poison]) * int(np.prod(shape) * np.dtype(dtype).itemsize), dtype
+            ).reshape(shape)
+        ),
+    )
+    codes, scales = packed.to_fp8_rows(layout)
+    padding = torch.from_numpy(layout.source) < 0
+    assert padding.any()
+    assert not codes.view(torch.uint8)[padding].any()
+    assert (scales[padding] == 1).all()
+    assert not packed.to_bf16(layout).view(torch.int16)[padding].any()
+    arrays = packed.payload.numpy(), packed.scales.numpy(), wire, 160, layout.source
+    want = reference.to_fp8_rows(*arrays)
+    assert_rows_equal((codes.view(torch.uint8).numpy(), scales.numpy()), want)
+
+
+def test_shp_34_scales_are_contiguous_and_can_be_viewed_as_bytes():
+    packed = quantize(torch.randn(16, 640), "mxfp8")
+    _, scales = packed.to_fp8_rows()
+    assert scales.shape == (16, 5)  # SHP-33: five groups, not padded to a multiple of four
+    assert scales.is_contiguous()
+    assert scales.view(torch.uint8).shape == (16, 20)
+    assert packed.scales.is_contiguous()
