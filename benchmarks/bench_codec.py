@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import json
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -28,6 +27,7 @@ import torch
 from safetensors.torch import load_file
 
 from fp4comm import WireFormat, machine, quantize, reference, routing
+from fp4comm.bench import report as bench_report
 from fp4comm.codec import cpu
 from fp4comm.packed import PackedRows
 
@@ -350,7 +350,8 @@ def main(
     """Measure the codec of this machine's CPU."""
     torch.set_num_threads(threads)
     x = activations(tokens, hidden, data)
-    click.echo(f"# {tokens} x {hidden}, x ~ {data or 'N(0,1)'}, {threads} thread(s) a kernel;")
+    name = Path(data).name if data else "N(0,1)"
+    click.echo(f"# {tokens} x {hidden}, x ~ {name}, {threads} thread(s) a kernel;")
     click.echo("# share = time of a copy / time; medians, in turn; #wrong rows of the checked ones")
     click.echo(f"{'op':42} {'wire':6} {'ms':>9} {'GB/s':>7} {'share':>6} {'#wrong':>6}")
     rows = []
@@ -367,9 +368,10 @@ def main(
         rows += extra_rows(x, repeats, peers)
     num_wrong = sum(r.get("wrong", 0) for r in rows)
     if json_path:
-        arguments = {"tokens": tokens, "hidden": hidden, "threads": threads, "x": data or "N(0,1)"}
-        content = {"arguments": arguments, **machine.everything(), "rows": rows}
-        Path(json_path).write_text(json.dumps(content, indent=1) + "\n")
+        arguments = {"tokens": tokens, "hidden": hidden, "threads": threads, "x": name}
+        about = {"versions": machine.versions(), "machine": machine.machine()}
+        content = {"arguments": arguments, **about, "git": machine.git(), "rows": rows}
+        bench_report.write_json(Path(json_path), content)
     click.echo(f"# wrong rows: {num_wrong} {'OK' if num_wrong == 0 else 'FAILED'}")
     raise SystemExit(num_wrong > 0)
 

@@ -3,7 +3,8 @@
 Each rank sends each other one: a status word, a fingerprint of the call, how many wire rows will
 come and how many go to each expert there.  A rank that found a mistake still takes part, with its
 status word set; then all ranks, knowing so, fetch its text and raise it together.  A fingerprint
-that differs gives the same error text on all ranks.  Either way the transport stays usable.
+that differs gives the same error text on all ranks.  Either way the transport stays usable: the
+message has the same width in every call, and only counts that do not fit follow in a second one.
 """
 
 from __future__ import annotations
@@ -14,14 +15,15 @@ import numpy as np
 
 from fp4comm.formats import FORMATS, WireFormat
 from fp4comm.precision import Precision
-from fp4comm.routing import RoutePlan
 from fp4comm.transport import Transport
 
 WIRE_VERSION = 1
-ERRORS: tuple[type[Exception], ...] = (ValueError, TypeError, RuntimeError)
+MESSAGE_WORDS = 64  # int64 words of the first message to each rank, whatever the call
 TEXT_WORDS = 64  # of an error text: 512 bytes
 
-OPERATIONS = ("AllToAll(...)", "dispatch")
+ERROR_TYPES: tuple[type[Exception], ...] = (ValueError, TypeError, RuntimeError)
+OPERATIONS = ("AllToAll(...)", "dispatch", "a command's arguments")
+MAKE, DISPATCH, COMMAND = range(3)
 DTYPES = ("bfloat16", "float8_e4m3fn with float32 scales")
 ROUTES = ("topk_weights given", "no topk_weights")
 WIRES = [WireFormat(f.name, rule) for f in FORMATS.values() for rule in f.scale_rules or (None,)]
@@ -32,7 +34,7 @@ class Fingerprint:
     """What has to be the same on all ranks, each as a number."""
 
     operation: int
-    all_to_all: int = 0  # which AllToAll object: a number drawn by rank 0
+    all_to_all: int = 0  # which AllToAll object: a number drawn by rank 0 when it was made
     call: int = 0  # collective calls made on it so far
     num_experts: int = 0
     hidden: int = 0
@@ -46,58 +48,65 @@ class Fingerprint:
     wire_version: int = WIRE_VERSION
 
 
-FIELDS = tuple(field.name for field in dataclasses.fields(Fingerprint))
-WORDS = {
-    "operation": OPERATIONS,
-    "dtype": DTYPES,
-    "route": ROUTES,
-    **dict.fromkeys(("dispatch", "combine", "dispatch_grad", "combine_grad"), WIRES),
-}
-NAMES = {
+FINGERPRINT_FIELDS = tuple(field.name for field in dataclasses.fields(Fingerprint))
+HEADER_WORDS = 1 + len(FINGERPRINT_FIELDS)
+COUNTS_IN_MESSAGE = MESSAGE_WORDS - HEADER_WORDS
+
+# How an error text calls a field, and its values.
+FIELD_NAMES = {
     "all_to_all": "AllToAll object in use",
     "call": "number of earlier calls",
     "dtype": "x",
     "topk": "topk_idx: top-k",
     "route": "topk_weights",
 }
+FIELD_WORDS = {
+    "operation": OPERATIONS,
+    "dtype": DTYPES,
+    "route": ROUTES,
+    **dict.fromkeys(("dispatch", "combine", "dispatch_grad", "combine_grad"), WIRES),
+}
 
 
 def agree(
-    transport: Transport, mine: Fingerprint, plan: RoutePlan | None, failure: Exception | None
+    transport: Transport, mine: Fingerprint, counts: np.ndarray, failure: Exception | None
 ) -> np.ndarray:
-    """Exchange the counts.
+    """Compare fingerprints and exchange counts.
 
     Args:
         transport: all of its ranks take part.
         mine: this rank's call.
-        plan: what this rank will send; None in AllToAll(...).
-        failure: a mistake found on this rank.
+        counts: ``[num_ranks, k]`` int64, row d for rank d; k the same for the same fingerprint.
+        failure: a mistake found on this rank, or None.
 
     Returns:
-        ``[num_ranks, 1 + local experts]`` int64: from each rank, wire rows and rows of each expert;
-        in AllToAll(...) ``[num_ranks, 0]``.
+        ``[num_ranks, k]`` int64, row s from rank s.
 
     Raises:
         ValueError, TypeError, RuntimeError: on all ranks alike, naming rank and argument.
     """
-    counts = np.zeros((transport.num_ranks, 0), np.int64)
-    if plan is not None:
-        counts = np.concatenate([plan.send_splits[:, None], plan.expert_counts], axis=1)
-    status = 0 if failure is None else 1 + _kind_of(failure)
-    header = np.array([status, *dataclasses.astuple(mine)], np.int64)
-    headers = np.broadcast_to(header, (transport.num_ranks, len(header)))
-    received = transport.exchange_counts(np.concatenate([headers, counts], axis=1))
-    statuses, fingerprints = received[:, 0], received[:, 1 : len(header)]
+    status = 0 if failure is None else 1 + _type_number(failure)
+    message = np.zeros((transport.num_ranks, MESSAGE_WORDS), np.int64)
+    message[:, :HEADER_WORDS] = [status, *dataclasses.astuple(mine)]
+    first, rest = counts[:, :COUNTS_IN_MESSAGE], counts[:, COUNTS_IN_MESSAGE:]
+    message[:, HEADER_WORDS : HEADER_WORDS + first.shape[1]] = first
+    received = transport.exchange_counts(message)
+    statuses, fingerprints = received[:, 0], received[:, 1:HEADER_WORDS]
     if statuses.any():
         _raise_first_failure(transport, statuses, failure)
-    _compare(transport.num_ranks, fingerprints)
-    return received[:, len(header) :]
+    _compare(fingerprints)
+    got = received[:, HEADER_WORDS : HEADER_WORDS + first.shape[1]]
+    if not rest.shape[1]:
+        return got
+    return np.concatenate([got, transport.exchange_counts(rest)], axis=1)
 
 
-def drawn_by_rank_0(transport: Transport, number: int) -> int:
-    """Take the number that rank 0 has drawn."""
-    mine = np.full((transport.num_ranks, 1), number, np.int64)
-    return int(transport.exchange_counts(mine)[0, 0])
+def texts(transport: Transport, text: str) -> list[str]:
+    """Exchange a text of each rank, cut to 512 bytes."""
+    padded = text.encode()[: 8 * TEXT_WORDS].ljust(8 * TEXT_WORDS, b"\0")
+    words = np.tile(np.frombuffer(padded, np.int64), (transport.num_ranks, 1))
+    received = transport.exchange_counts(words)
+    return [row.tobytes().rstrip(b"\0").decode(errors="replace") for row in received]
 
 
 def wire_numbers(precision: Precision) -> dict[str, int]:
@@ -108,47 +117,49 @@ def wire_numbers(precision: Precision) -> dict[str, int]:
     }
 
 
-def _kind_of(failure: Exception) -> int:
-    return next(i for i, kind in enumerate(ERRORS) if isinstance(failure, kind))
+def on_rank(rank: int, num_ranks: int, text: str) -> str:
+    """Say on which rank."""
+    return f"rank {rank} of {num_ranks}: {text}"
+
+
+def _type_number(failure: Exception) -> int:
+    """Number the type that all ranks will raise; what is none of the three becomes RuntimeError."""
+    types = (i for i, kind in enumerate(ERROR_TYPES) if isinstance(failure, kind))
+    return next(types, ERROR_TYPES.index(RuntimeError))
 
 
 def _raise_first_failure(
     transport: Transport, statuses: np.ndarray, failure: Exception | None
 ) -> None:
-    text = np.zeros(8 * TEXT_WORDS, np.uint8)
-    mine = str(failure or "").encode()[: len(text)]
-    text[: len(mine)] = np.frombuffer(mine, np.uint8)
-    words = np.broadcast_to(text.view(np.int64), (transport.num_ranks, TEXT_WORDS))
-    texts = transport.exchange_counts(np.ascontiguousarray(words))
+    said = ""
+    if failure is not None:
+        is_known = isinstance(failure, ERROR_TYPES)
+        said = str(failure) if is_known else f"{type(failure).__name__}: {failure}"
     rank = int(np.flatnonzero(statuses)[0])
-    said = texts[rank].tobytes().rstrip(b"\0").decode(errors="replace")
-    error = ERRORS[int(statuses[rank]) - 1](on_rank(rank, transport.num_ranks, said))
-    raise error from failure
+    text = on_rank(rank, transport.num_ranks, texts(transport, said)[rank])
+    raise ERROR_TYPES[int(statuses[rank]) - 1](text) from failure
 
 
-def _compare(num_ranks: int, fingerprints: np.ndarray) -> None:
+def _compare(fingerprints: np.ndarray) -> None:
+    """Raise the same error on all ranks if any fingerprint differs from rank 0's."""
     differs = fingerprints != fingerprints[0]
     if not differs.any():
         return
     column = int(np.flatnonzero(differs.any(axis=0))[0])
     rank = int(np.flatnonzero(differs[:, column])[0])
-    field = FIELDS[column]
-    expected, got = (_word(field, fingerprints[r, column]) for r in (0, rank))
+    field = FINGERPRINT_FIELDS[column]
+    expected, got = (_word(field, int(fingerprints[r, column])) for r in (0, rank))
     kind = TypeError if field == "dtype" else ValueError
-    name = NAMES.get(field, field)
-    raise kind(on_rank(rank, num_ranks, f"{name}: expected {expected} as on rank 0, got {got}"))
+    name = FIELD_NAMES.get(field, field)
+    text = f"{name}: expected {expected} as on rank 0, got {got}"
+    raise kind(on_rank(rank, len(fingerprints), text))
 
 
 def _word(field: str, value: int) -> str:
-    words = WORDS.get(field)
+    words = FIELD_WORDS.get(field)
     if words is None or not 0 <= value < len(words):
         return str(value)
     word = words[value]
     if isinstance(word, WireFormat):
         return word.name if word.scale_rule is None else f"{word.name} ({word.scale_rule})"
     return str(word)
-
-
-def on_rank(rank: int, num_ranks: int, text: str) -> str:
-    """Say on which rank."""
-    return f"rank {rank} of {num_ranks}: {text}"

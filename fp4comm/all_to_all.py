@@ -10,9 +10,10 @@ import contextlib
 import dataclasses
 import random
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from fp4comm import agreement, check, codec, routing
@@ -83,14 +84,15 @@ class AllToAll:
             ``"bf16"`` or ``"packed"`` (the wire rows alone).
         expert_alignment: rows that each expert's segment starts at a multiple of.
         scale_layout: of FP8 rows: ``"row"``, or ``"column"`` with strides ``(1, M)``.
-        timeout_s: seconds that a call waits for a peer.
+        timeout_s: seconds that a call waits for a peer; overrides the transport's during the call.
 
     Attributes:
         timings: a dict that calls add their seconds to, by "operation part" (``"dispatch
             quantize"``), or None.
 
     Raises:
-        ValueError, TypeError: on all ranks alike, if one rank's arguments are wrong or differ.
+        ValueError, TypeError: on all ranks alike, if one rank's arguments are wrong, or if
+            num_experts, hidden or precision differ.
         TimeoutError: a peer did not come.
 
     Example: one rank, one token, two experts of four.
@@ -130,14 +132,16 @@ class AllToAll:
         self._transport = transport
         self._is_open = True
         self._num_calls = 0
+        self._number = 0
+        check.transport(transport)
         failure = _failure_of(self._check_arguments)
         if failure is not None:
             self.timeout_s = transport.timeout_s
         with self._phase("AllToAll(...)", "counts"):
-            drawn = random.SystemRandom().getrandbits(62)
-            self._number = agreement.drawn_by_rank_0(transport, drawn)
-            agreement.agree(transport, self._fingerprint(0, failure), None, failure)
-        self._placement = Placement(num_experts, transport.num_ranks)
+            drawn = np.full((transport.num_ranks, 1), random.SystemRandom().getrandbits(62))
+            mine = self._fingerprint(agreement.MAKE, failure)
+            self._number = int(agreement.agree(transport, mine, drawn, failure)[0, 0])
+        self._placement = Placement(self.num_experts, transport.num_ranks)
 
     def dispatch(
         self,
@@ -178,19 +182,18 @@ class AllToAll:
         with self._phase("dispatch", "plan"):
             rows, plan, failure = self._plan(x, topk_idx, topk_weights)
         with self._phase("dispatch", "counts"):
-            fingerprint = self._fingerprint(1, failure, rows, plan, topk_weights)
-            counts = agreement.agree(self._transport, fingerprint, plan, failure)
+            mine = self._fingerprint(agreement.DISPATCH, failure, rows, plan, topk_weights)
+            counts = agreement.agree(self._transport, mine, plan.counts, failure)
         with self._stopping_peers("dispatch"):
             recv_splits, expert_counts = counts[:, 0], self._local(counts[:, 1:])
             wire = WireFormat.of(self.precision.dispatch)
             assert rows is not None  # else agree has raised
             with self._phase("dispatch", "quantize"):
-                sent = self._codec(rows).quantize_rows(rows, wire, plan)
-            received, route = self._exchange_rows(
-                "dispatch", wire, (*sent, plan.route), plan.send_splits, recv_splits
+                sent = codec.of(_device_of(rows)).quantize_rows(rows, wire, plan)
+            *received, route = self._exchange_rows(
+                "dispatch", wire, [*sent, plan.route], plan.send_splits, recv_splits
             )
             del sent
-            assert route is not None  # a third stream was sent
             with self._phase("dispatch", "arrive"):
                 layout = routing.expert_layout(
                     route, plan.num_topk, recv_splits, expert_counts.sum(0), self.expert_alignment
@@ -226,15 +229,16 @@ class AllToAll:
             check.no_gradient("expert_out", expert_out)
             plan, layout = handle._plan, handle.layout
             rows = check.expert_out(expert_out, layout.num_expert_rows, self.hidden, handle._device)
-            wire, implementation = WireFormat.of(self.precision.combine), self._codec(rows)
+            wire, implementation = WireFormat.of(self.precision.combine), codec.of(_device_of(rows))
             with self._phase("combine", "reduce"):
                 sent = implementation.weighted_reduce(rows, layout, wire, weighted=weighted)
-            received, _ = self._exchange_rows(
+            received = self._exchange_rows(
                 "combine", wire, sent, layout.recv_splits, plan.send_splits
             )
             del sent
             with self._phase("combine", "reduce"):
-                return implementation.final_reduce(*received, wire, self.hidden, plan)
+                payload, scales = received
+                return implementation.final_reduce(payload, scales, wire, self.hidden, plan)
 
     def close(self) -> None:
         """Refuse further calls.  The transport stays open: others may use it."""
@@ -256,38 +260,38 @@ class AllToAll:
         """Check the arguments and plan; a mistake is returned, for all ranks to raise together."""
         try:
             self._check_open()
-            check.no_gradient("x", *(x if isinstance(x, (tuple, list)) else (x,)))
+            rows = self._rows(x)
             check.no_gradient("topk_weights", topk_weights)
-            rows = check.rows("x", _autocast(x), (torch.bfloat16,), self.hidden)
-            codec.of(_device_of(rows))
             num_tokens, device = _codes(rows).shape[0], _device_of(rows)
             idx = check.topk_idx(topk_idx, num_tokens, self.num_experts, device)
             weights = None if topk_weights is None else check.topk_weights(topk_weights, idx)
             return rows, routing.plan(idx, weights, self._placement), None
-        except agreement.ERRORS as failure:
+        except Exception as failure:
             return None, routing.empty_plan(self._placement), failure
 
     def _exchange_rows(
         self,
         operation: str,
         wire: WireFormat,
-        sends: tuple[torch.Tensor, ...],
-        send_splits: Any,
-        recv_splits: Any,
-    ) -> tuple[tuple[torch.Tensor, torch.Tensor], torch.Tensor | None]:
-        """Exchange payload, scales and, if there is a third stream, the route."""
+        sends: Sequence[torch.Tensor],
+        send_splits: np.ndarray,
+        recv_splits: np.ndarray,
+    ) -> list[torch.Tensor]:
+        """Exchange payload, scales and what streams are behind them."""
         num_rows = int(recv_splits.sum())
-        received = self._codec(sends[0]).empty_rows(num_rows, wire, self.hidden)
-        route = sends[2].new_empty((num_rows, sends[2].shape[1])) if len(sends) > 2 else None
-        recvs = [*received, *([] if route is None else [route])]
+        recvs = [
+            *codec.of(sends[0].device).empty_rows(num_rows, wire, self.hidden),
+            *(stream.new_empty((num_rows, stream.shape[1])) for stream in sends[2:]),
+        ]
         with self._phase(operation, "exchange"):
-            self._transport.exchange(list(sends), send_splits, recvs, recv_splits)
-        return received, route
+            self._transport.exchange(sends, send_splits, recvs, recv_splits)
+        return recvs
 
-    def _arrive(self, received: tuple[torch.Tensor, torch.Tensor], handle: Handle) -> Dispatched:
+    def _arrive(self, received: list[torch.Tensor], handle: Handle) -> Dispatched:
         """Convert the wire rows to what the experts take."""
         layout, wire = handle.layout, WireFormat.of(self.precision.dispatch)
-        packed = PackedRows(*received, wire, self.hidden)
+        payload, scales_received = received
+        packed = PackedRows(payload, scales_received, wire, self.hidden)
         rows = scales = None
         if self.arrive == "fp8":
             rows, scales = packed.to_fp8_rows(layout, self.scale_layout)
@@ -313,8 +317,7 @@ class AllToAll:
             if topk_idx is not None or topk_weights is not None:
                 raise ValueError("handle: expected without topk_idx and topk_weights, got both")
             self._check_handle(handle)
-            check.no_gradient("x", *(x if isinstance(x, (tuple, list)) else (x,)))
-            rows = check.rows("x", _autocast(x), (torch.bfloat16,), self.hidden)
+            rows = self._rows(x)
             plan, wire = handle._plan, WireFormat.of(self.precision.dispatch)
             if _codes(rows).shape[0] != plan.num_tokens:
                 raise ValueError(
@@ -327,8 +330,8 @@ class AllToAll:
                     f" {_device_of(rows)}"
                 )
             with self._phase("dispatch", "quantize"):
-                sent = self._codec(rows).quantize_rows(rows, wire, plan)
-            received, _ = self._exchange_rows(
+                sent = codec.of(_device_of(rows)).quantize_rows(rows, wire, plan)
+            received = self._exchange_rows(
                 "dispatch", wire, sent, plan.send_splits, handle.layout.recv_splits
             )
             del sent
@@ -337,10 +340,16 @@ class AllToAll:
 
     # Checks and bookkeeping
 
+    def _rows(self, x: Any) -> check.Rows:
+        check.no_gradient("x", *(x if isinstance(x, (tuple, list)) else (x,)))
+        rows = check.rows("x", _autocast(x), (torch.bfloat16,), self.hidden)
+        codec.of(_device_of(rows))  # there must be one
+        return rows
+
     def _check_arguments(self) -> None:
-        check.positive_int("num_experts", self.num_experts)
-        check.hidden(self.hidden)
-        check.positive_int("expert_alignment", self.expert_alignment)
+        self.num_experts = check.positive_int("num_experts", self.num_experts)
+        self.hidden = check.hidden(self.hidden)
+        self.expert_alignment = check.positive_int("expert_alignment", self.expert_alignment)
         check.one_of("arrive", self.arrive, ARRIVALS)
         check.one_of("scale_layout", self.scale_layout, SCALE_LAYOUTS)
         if not isinstance(self.precision, Precision):
@@ -394,16 +403,18 @@ class AllToAll:
 
     @contextlib.contextmanager
     def _phase(self, operation: str, part: str) -> Iterator[None]:
-        """Name what the transport's errors name, and count the seconds."""
-        self._transport.phase = f"{operation} {part}"
-        self._transport.timeout_s = self.timeout_s
+        """Lend the transport our time limit and the name of the phase, and count the seconds."""
+        name, transport = f"{operation} {part}", self._transport
+        before = transport.phase, transport.timeout_s
+        transport.phase, transport.timeout_s = name, self.timeout_s
         start = time.perf_counter()
-        yield
+        try:
+            yield
+        finally:
+            transport.phase, transport.timeout_s = before
         if self.timings is not None:
             seconds = time.perf_counter() - start
-            self.timings[f"{operation} {part}"] = (
-                self.timings.get(f"{operation} {part}", 0.0) + seconds
-            )
+            self.timings[name] = self.timings.get(name, 0.0) + seconds
 
     @contextlib.contextmanager
     def _stopping_peers(self, operation: str) -> Iterator[None]:
@@ -414,9 +425,6 @@ class AllToAll:
         except BaseException as error:
             self._transport.abort(f"{operation}: {type(error).__name__}: {error}")
             raise
-
-    def _codec(self, rows: check.Rows) -> Any:
-        return codec.of(_device_of(rows))
 
     def _local(self, counts: Any) -> Any:
         """Columns of this rank's experts: ranks with fewer leave the last one empty."""
@@ -442,6 +450,6 @@ def _autocast(x: Any) -> Any:
 def _failure_of(checks: Any) -> Exception | None:
     try:
         checks()
-    except agreement.ERRORS as failure:
+    except Exception as failure:
         return failure
     return None

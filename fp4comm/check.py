@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import torch
@@ -10,26 +11,27 @@ from fp4comm.formats import FP8_BLOCK, MX_BLOCK
 
 MAX_LOCAL_EXPERTS = 2**15 - 1  # the route carries local experts as int16
 
-WHY = "(an MX block has 32 elements)"
+BLOCK_REASON = "(an MX block has 32 elements)"
+WEIGHT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 Rows = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
 
 def hidden(value: int) -> int:
     """Check the hidden size."""
-    positive_int("hidden", value)
+    value = positive_int("hidden", value)
     if value % MX_BLOCK:
-        raise ValueError(f"hidden: expected a multiple of {MX_BLOCK}, got {value} {WHY}")
+        raise ValueError(f"hidden: expected a multiple of {MX_BLOCK}, got {value} {BLOCK_REASON}")
     return value
 
 
 def positive_int(name: str, value: int) -> int:
-    """Check a count that must be at least 1."""
-    if isinstance(value, bool) or not isinstance(value, int):
+    """Check a count that must be at least 1; integers of other libraries are fine."""
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
         raise TypeError(f"{name}: expected an int, got {type(value).__name__}")
-    if value < 1:
+    if operator.index(value) < 1:
         raise ValueError(f"{name}: expected at least 1, got {value}")
-    return value
+    return operator.index(value)
 
 
 def seconds(name: str, value: float) -> float:
@@ -39,6 +41,14 @@ def seconds(name: str, value: float) -> float:
     if not value > 0:
         raise ValueError(f"{name}: expected more than 0 seconds, got {value}")
     return value
+
+
+def transport(value: Any) -> None:
+    """Check that this can be a transport."""
+    if not all(hasattr(value, name) for name in ("rank", "num_ranks", "exchange_counts")):
+        raise TypeError(
+            f"transport: expected one from fp4comm.transport.open, got {type(value).__name__}"
+        )
 
 
 def one_of(name: str, value: str, options: tuple[str, ...]) -> str:
@@ -121,7 +131,9 @@ def _row_shape(name: str, tensor: torch.Tensor, hidden_size: int | None) -> None
     if hidden_size is not None and got != hidden_size:
         raise ValueError(f"{name}: expected hidden {hidden_size}, got {got}")
     if got < 1 or got % MX_BLOCK:
-        raise ValueError(f"{name}: expected hidden to be a multiple of {MX_BLOCK}, got {got} {WHY}")
+        raise ValueError(
+            f"{name}: expected hidden to be a multiple of {MX_BLOCK}, got {got} {BLOCK_REASON}"
+        )
 
 
 def topk_idx(value: Any, num_tokens: int, num_experts: int, device: torch.device) -> torch.Tensor:
@@ -148,8 +160,10 @@ def topk_idx(value: Any, num_tokens: int, num_experts: int, device: torch.device
 def topk_weights(value: Any, idx: torch.Tensor) -> torch.Tensor:
     """Check routing weights ``[T, K]``, any float; computed in float32."""
     weights = as_tensor("topk_weights", value)
-    if not weights.dtype.is_floating_point or weights.dtype.itemsize < 2:
-        raise TypeError(f"topk_weights: expected a float dtype, got {_name(weights.dtype)}")
+    if weights.dtype not in WEIGHT_DTYPES:
+        raise TypeError(
+            f"topk_weights: expected {_names(WEIGHT_DTYPES)}, got {_name(weights.dtype)}"
+        )
     if weights.shape != idx.shape:
         raise ValueError(
             f"topk_weights: expected shape {list(idx.shape)} as topk_idx, got {list(weights.shape)}"

@@ -12,14 +12,15 @@ import click
 from click.core import ParameterSource
 from rich.console import Console
 
-from fp4comm import bench_report, launch, machine
+from fp4comm import agreement, launch, machine
 from fp4comm._version import __version__
-from fp4comm.bench import Settings, gather_text, measure
-from fp4comm.bench_report import Environment
-from fp4comm.bench_rows import Report
+from fp4comm.bench import report as bench_report
+from fp4comm.bench.report import Environment
+from fp4comm.bench.rows import Report
+from fp4comm.bench.run import Settings, measure
+from fp4comm.bench.workload import Recorded, Synthetic, Workload
 from fp4comm.formats import FORMATS
 from fp4comm.transport import Transport
-from fp4comm.workload import Recorded, Synthetic, Workload
 
 DEMO_RANKS, BENCH_RANKS = 4, 2  # threads of this process, where no launcher started any
 DEMO_FILES = [machine.CHECKOUT / "tests" / "data" / f"layer{n}.safetensors" for n in (0, 1, 7)]
@@ -269,7 +270,7 @@ def _environment(context: click.Context, group: Transport) -> Environment:
         command=_command(context),
         num_ranks=group.num_ranks,
         transport=f"{group.name} ({kind() if callable(kind) else kind})",
-        hosts=gather_text(group, platform.node()),
+        hosts=agreement.texts(group, platform.node()),
         machine=machine.machine(),
         versions=machine.versions(),
     )

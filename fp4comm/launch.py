@@ -7,6 +7,8 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
+import numpy as np
+
 from fp4comm import agreement, transport
 from fp4comm.transport import Transport
 
@@ -148,12 +150,13 @@ def agree(group: Transport, make: Callable[[], Result]) -> Result:
     failure: Exception | None = None
     try:
         made = make()
-    except agreement.ERRORS as error:
-        failure = error
     except OSError as error:
         failure = ValueError(str(error))
+    except Exception as error:
+        failure = error
     group.phase = "arguments"
-    agreement.agree(group, agreement.Fingerprint(0), None, failure)
+    nothing = np.empty((group.num_ranks, 0), np.int64)
+    agreement.agree(group, agreement.Fingerprint(agreement.COMMAND), nothing, failure)
     assert made is not None
     return made
 

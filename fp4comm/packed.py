@@ -49,11 +49,11 @@ class PackedRows:
             if not isinstance(part, torch.Tensor) or part.dtype != torch.uint8:
                 got = part.dtype if isinstance(part, torch.Tensor) else type(part).__name__
                 raise TypeError(f"{name}: expected a uint8 tensor, got {got}")
-            expected = [self.payload.shape[0], width]
-            if list(part.shape) != expected:
+            num_rows = len(self.payload) if self.payload.dim() else 0
+            if part.shape != (num_rows, width):
                 raise ValueError(
-                    f"{name}: expected shape {expected} ({self.format.name}, hidden {self.hidden}),"
-                    f" got {list(part.shape)}"
+                    f"{name}: expected shape [{num_rows}, {width}] ({self.format.name}, hidden"
+                    f" {self.hidden}), got {list(part.shape)}"
                 )
             object.__setattr__(self, name, part.contiguous())
         if self.payload.device != self.scales.device:
@@ -138,9 +138,15 @@ class PackedRows:
         """
         self._check_layout(layout)
         source = layout.row_source().long()
-        live = (source >= 0).unsqueeze(1)
+        live = source >= 0
+
+        def expanded(part: torch.Tensor) -> torch.Tensor:
+            out = part.new_zeros((len(source), part.shape[1]))
+            out[live] = part[source[live]]
+            return out
+
         return dataclasses.replace(
-            self, payload=self.payload[source] * live, scales=self.scales[source] * live
+            self, payload=expanded(self.payload), scales=expanded(self.scales)
         )
 
     def _check_layout(self, layout: ExpertLayout | None) -> None:

@@ -75,6 +75,11 @@ class RoutePlan:
         """Wire rows that this rank sends."""
         return len(self.places)
 
+    @property
+    def counts(self) -> np.ndarray:
+        """What each rank is told: wire rows, then rows of each expert there, int64."""
+        return np.concatenate([self.send_splits[:, None], self.expert_counts], axis=1)
+
 
 @dataclasses.dataclass(frozen=True)
 class ExpertLayout:

@@ -104,11 +104,13 @@ DISPATCH_MISTAKES = [
     Mistake("weights of another shape", at(WEIGHTS, lambda w: w[:, :1]), ValueError,
             r"rank {r} of {n}: topk_weights: expected shape \[5, 3\] as topk_idx, got \[5, 1\]"),
     Mistake("integer weights", at(WEIGHTS, lambda w: w.long()), TypeError,
-            "rank {r} of {n}: topk_weights: expected a float dtype, got int64"),
+            "rank {r} of {n}: topk_weights: expected float32, .*, got int64"),
     Mistake("GRD-08 x wants a gradient", at(X, lambda x: x.requires_grad_()), RuntimeError,
             "rank {r} of {n}: x: expected no gradient to be wanted, got requires_grad=True"),
     Mistake("GRD-03 weights want a gradient", at(WEIGHTS, lambda w: w.requires_grad_()),
             RuntimeError, "rank {r} of {n}: topk_weights: expected no gradient to be wanted"),
+    Mistake("x cannot be handed over", at(X, lambda x: Foreign()), RuntimeError,
+            "rank {r} of {n}: AttributeError: no capsule"),
     Mistake("x on a device without a codec", at(X, lambda x: x.to("meta")), RuntimeError,
             "rank {r} of {n}: x: expected a CPU tensor, got one on meta"),
 ]  # fmt: skip
@@ -123,6 +125,16 @@ DIFFERENCES = [
     Mistake("no weights on one rank", at(WEIGHTS, None), ValueError,
             "rank {r} of {n}: topk_weights: expected topk_weights given as on rank 0, got no"),
 ]  # fmt: skip
+
+
+class Foreign:
+    """An array of another library whose hand-over fails with an error of its own."""
+
+    def __dlpack__(self, **kwargs):
+        raise AttributeError("no capsule")
+
+    def __dlpack_device__(self):
+        return (1, 0)
 
 
 def option(**changed):
@@ -189,18 +201,28 @@ def check_mistakes(transport):
 
 
 def check_order_of_objects(transport, a2a):
-    """Two layers called in another order on one rank: an error on all, not each other's rows."""
-    other = AllToAll(transport, **GOOD)
-    used = other if transport.rank == transport.num_ranks - 1 else a2a
-    mistake = Mistake(
-        "order",
-        None,
-        ValueError,
-        "rank {r} of {n}: AllToAll object in use: expected .* as on rank 0",
+    """Layers called in another order on one rank: an error on all, not each other's rows."""
+    rank, last = transport.rank, transport.num_ranks - 1
+    in_use = "rank {r} of {n}: AllToAll object in use: expected .* as on rank 0, got"
+    for kwargs in (GOOD, GOOD | {"num_experts": 200}, GOOD | {"num_experts": 3}):
+        other = AllToAll(transport, **kwargs)
+        used = other if rank == last else a2a
+        mistake = Mistake(f"order, {kwargs}", None, ValueError, in_use)
+        x, idx, weights = good_call()
+        args = x, idx.clamp(max=2), weights
+        expect(
+            mistake, last, transport.num_ranks, lambda used=used, args=args: used.dispatch(*args)
+        )
+        check_good_round(a2a)
+    operation = "rank {r} of {n}: operation: expected dispatch as on rank 0, got AllToAll"
+    mistake = Mistake("made while others dispatch", None, ValueError, operation)
+    call = (
+        (lambda: AllToAll(transport, **GOOD))
+        if rank == last
+        else (lambda: a2a.dispatch(*good_call()))
     )
-    expect(
-        mistake, transport.num_ranks - 1, transport.num_ranks, lambda: used.dispatch(*good_call())
-    )
+    expect(mistake, last, transport.num_ranks, call)
+    check_good_round(a2a)
 
 
 def expect(mistake, rank, num_ranks, call):

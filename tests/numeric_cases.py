@@ -281,7 +281,7 @@ def fp8_short_block_case():
 
 
 def clamp_cases():
-    """FACTS 2: the largest E2M1 scale is byte 252; larger blocks saturate, none decodes to Inf."""
+    """formats.md 2: the largest E2M1 scale is byte 252; larger blocks saturate, none is Inf."""
     for wire in MXFP4_RULES:
         yield Case(
             f"scale-clamp-{wire.scale_rule}",

@@ -134,7 +134,7 @@ def expected(case, num_ranks):
 
 
 def expert_out(case, rank, num_rows):
-    """Expert outputs that differ in every row; NaN where only padding is expected."""
+    """Expert outputs that differ in every row."""
     g = torch.Generator().manual_seed(77 + rank)
     return torch.randn(num_rows, case.hidden, generator=g).bfloat16()
 

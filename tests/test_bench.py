@@ -9,17 +9,19 @@ import numpy as np
 import pytest
 import torch
 
-from fp4comm import AllToAll, Precision, WireFormat, bench, bench_rows, transport
-from fp4comm.bench_check import Checked, Checker, expert_outputs, sample
-from fp4comm.routing import Placement
-from fp4comm.transport.local import LocalTransport
-from fp4comm.workload import (
+from fp4comm import AllToAll, Precision, WireFormat, transport
+from fp4comm.bench import rows as bench_rows
+from fp4comm.bench import run as bench
+from fp4comm.bench.check import Checked, Checker, expert_outputs, sample
+from fp4comm.bench.workload import (
     Recorded,
     Synthetic,
     balanced_experts,
     distinct_experts,
     zipf_popularity,
 )
+from fp4comm.routing import Placement
+from fp4comm.transport.local import LocalTransport
 
 DATA = Path(__file__).resolve().parent / "data"
 MIB = 2**20

@@ -293,34 +293,61 @@ def torch_threads(count):
         torch.set_num_threads(before)
 
 
+def every_input(wire):
+    """Make inputs for `every_operation`."""
+    x = bf16_tensor(hard_bf16_rows(1024)[:256])
+    codes, scales = hard_fp8_pairs(160)
+    pair = torch.from_numpy(codes).view(torch.float8_e4m3fn), torch.from_numpy(scales)
+    parts = *map(torch.from_numpy, any_wire_rows(wire, 160)), wire, 160
+    layout = random_layout(300, 2, 7, 8)
+    out = bf16_tensor(np.resize(hard_bf16_rows(1024), (layout.num_expert_rows, 160)))
+    return x, torch.from_numpy(hard_f32_rows(1024)[:64]), pair, parts, layout, out
+
+
+def every_operation(wire, inputs):
+    """Run all operations of the codec and return what they made."""
+    x, floats, pair, parts, layout, out = inputs
+    made = [*cpu.quantize_rows(x, wire), *cpu.quantize_rows(floats, wire)]
+    made += cpu.quantize_rows(pair, wire)
+    fp8_rows, fp8_scales = cpu.to_fp8_rows(*parts, layout)
+    columns, column_scales = cpu.to_fp8_columns(*parts, layout)
+    made += [fp8_rows.view(torch.uint8), fp8_scales, columns.view(torch.uint8), column_scales]
+    made += [cpu.to_bf16_rows(*parts, layout).view(torch.int16), cpu.dequantize(*parts)]
+    made += cpu.weighted_reduce(out, layout, wire, weighted=True)
+    plan = types.SimpleNamespace(
+        num_tokens=100,
+        place_offsets=torch.arange(0, 303, 3, dtype=torch.int32),
+        places=torch.arange(300, dtype=torch.int32),
+    )
+    made.append(cpu.final_reduce(*parts, plan).view(torch.int16))
+    return [part.numpy() for part in made]
+
+
 @by_wire
 def test_bytes_do_not_depend_on_the_number_of_threads(wire, monkeypatch):
     """COM-40: nor on the run."""
-    bits = np.tile(hard_bf16_rows(1024), (3, 1))
     monkeypatch.setattr(threads, "MIN_BYTES", 1)
     monkeypatch.setattr(threads, "num_cores", lambda: 64)
-    made = []
-    for count in (1, 2, 7, 64):
+    inputs, made = every_input(wire), []
+    for count in (1, 1, 2, 7, 64):
         with torch_threads(count):
-            packed = quantize(bf16_tensor(bits), wire)
-            codes, scales = packed.to_fp8_rows()
-            parts = packed.payload, packed.scales, codes.view(torch.uint8), scales
-            made.append([part.numpy() for part in parts])
+            made.append(every_operation(wire, inputs))
     for other in made[1:]:
-        assert_rows_equal(other, made[0])
+        for got, want in zip(other, made[0], strict=True):
+            assert_rows_equal((got,), (want,))
 
 
 @by_wire
 def test_a_caller_that_flushes_subnormals_gets_the_same_bytes(wire):
-    bits = hard_bf16_rows(1024)
-    want = reference.quantize_rows(bits, wire)
-    x = bf16_tensor(bits)
+    inputs = every_input(wire)
+    want = every_operation(wire, inputs)
     torch.set_flush_denormal(True)
     try:
-        packed = quantize(x, wire)
+        made = every_operation(wire, inputs)
     finally:
         torch.set_flush_denormal(False)
-    assert_rows_equal((packed.payload.numpy(), packed.scales.numpy()), want)
+    for got, wanted in zip(made, want, strict=True):
+        assert_rows_equal((got,), (wanted,))
 
 
 def test_threads_are_no_more_than_the_cores_of_the_process(monkeypatch):

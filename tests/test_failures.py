@@ -40,3 +40,11 @@ def test_under_mpirun(how, where):
     if how != "raise":
         assert run.returncode != 0, ranks.report(run)
     assert time.monotonic() - start < 45
+
+
+@pytest.mark.parametrize("where", WHERE)
+def test_a_death_ends_the_job_under_plain_mpirun(where):
+    start = time.monotonic()
+    run = ranks.mpirun(3, "failures.py", "mpi", "die", where, timeout=60)
+    assert run.returncode != 0, ranks.report(run)
+    assert time.monotonic() - start < 30

@@ -76,7 +76,7 @@ def test_rounds_to_nearest_even_at_every_midpoint(cast, magnitudes, oracle):
 
 
 def test_e2m1_codes_equal_the_encoder_without_tables():
-    """FACTS 2: with y the scaled magnitude, min(2y, y + 2, y/2 + 4, 7) rounded half to even."""
+    """With y the scaled magnitude, min(2y, y + 2, y/2 + 4, 7) rounded half to even."""
     y = reference.bf16_to_float32(np.arange(0x7F80, dtype=np.uint16)).astype(np.float64)
     want = np.rint(np.minimum.reduce([2 * y, y + 2, y / 2 + 4, np.full_like(y, 7)]))
     np.testing.assert_array_equal(reference.float32_to_e2m1(y), want)
@@ -139,7 +139,7 @@ def wire_id(wire):
 
 
 def scale_by_definition(amax, wire):
-    """FACTS 2 in floats: the exponent from frexp, products by powers of two exact in float64."""
+    """The rules in floats: the exponent from frexp, products by powers of two exact in float64."""
     if amax == 0:
         return 0
     element = wire.format.element

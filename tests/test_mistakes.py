@@ -4,6 +4,7 @@ import subprocess
 import sys
 
 import mistakes
+import numpy as np
 import pytest
 import ranks
 import torch
@@ -104,20 +105,18 @@ def test_a_mistake_in_combine_stops_the_peers(name):
 
 def test_handles_are_checked():
     group = transport.open("local")
-    a2a = AllToAll(group, **mistakes.GOOD)
-    handle = a2a.dispatch(*mistakes.good_call()).handle
+    d = AllToAll(group, **mistakes.GOOD, arrive="bf16").dispatch(*mistakes.good_call())
+    with pytest.raises(AttributeError):
+        d.handle.layout = None
     for kwargs, text in (
         ({"hidden": 96}, "handle: made for hidden 64, used with hidden 96"),
         ({"precision": Precision("fp8")}, "handle: made for precision"),
     ):
+        group = transport.open("local")
+        d = AllToAll(group, **mistakes.GOOD, arrive="bf16").dispatch(*mistakes.good_call())
+        other = AllToAll(group, **(mistakes.GOOD | kwargs))
         with pytest.raises(ValueError, match=text):
-            AllToAll(transport_of(group), **(mistakes.GOOD | kwargs))._check_handle(handle)
-    with pytest.raises(AttributeError):
-        handle.layout = None
-
-
-def transport_of(group):
-    return group
+            other.combine(d.rows, d.handle)
 
 
 @pytest.mark.parametrize(
@@ -140,6 +139,21 @@ def test_a_handle_and_a_routing_exclude_each_other():
     handle = a2a.dispatch(x, idx, weights).handle
     with pytest.raises(ValueError, match="handle: expected without topk_idx"):
         a2a.dispatch(x, idx, weights, handle=handle)
+
+
+def test_all_to_all_needs_a_transport():
+    with pytest.raises(
+        TypeError, match="transport: expected one from fp4comm.transport.open, got s"
+    ):
+        AllToAll("mpi", **mistakes.GOOD)
+
+
+def test_numpy_integers_are_integers():
+    group = transport.open("local", timeout_s=7)
+    a2a = AllToAll(group, num_experts=np.int64(10), hidden=np.int32(64))
+    assert a2a.dispatch(*mistakes.good_call()).num_rows_list == [2] * 5 + [1] * 5
+    assert group.timeout_s == 7
+    assert group.phase is None
 
 
 def test_a_closed_object_says_so():
@@ -181,6 +195,7 @@ def test_packed_rows_check_their_parts():
         ({"scales": packed.scales[:, :1]}, ValueError, r"scales: expected shape \[2, 2\]"),
         ({"payload": packed.payload[:1]}, ValueError, r"scales: expected shape \[1, 2\]"),
         ({"hidden": 96}, ValueError, r"payload: expected shape \[2, 48\]"),
+        ({"payload": torch.tensor(1, dtype=torch.uint8)}, ValueError, r"payload: expected .*, got"),
         ({"format": "fp8"}, ValueError, r"payload: expected shape \[2, 64\]"),
     ):
         parts = {"payload": packed.payload, "scales": packed.scales, "hidden": 64}

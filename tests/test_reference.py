@@ -1,4 +1,4 @@
-"""The oracle against cases worked by hand, ml_dtypes, and exhaustive sweeps of FACTS 2 to 5."""
+"""The oracle against cases worked by hand, ml_dtypes, and exhaustive sweeps of formats.md."""
 
 import doctest
 import itertools
@@ -8,8 +8,9 @@ import numeric_cases as cases
 import numpy as np
 import pytest
 
-from fp4comm import formats, reference, reference_casts, reference_rows
+from fp4comm import formats, reference
 from fp4comm.formats import FORMATS, WireFormat
+from fp4comm.reference import casts, rows
 
 BF16 = WireFormat("bf16")
 FP8 = WireFormat("fp8")
@@ -57,7 +58,7 @@ def pack(codes):
     return codes[:, 0::2] | codes[:, 1::2] << 4
 
 
-@pytest.mark.parametrize("module", [formats, reference, reference_casts, reference_rows])
+@pytest.mark.parametrize("module", [formats, reference, casts, rows])
 def test_examples_in_docstrings(module):
     failed, tried = doctest.testmod(module)
     assert failed == 0
@@ -133,7 +134,7 @@ def test_num_36_all_bf16_patterns(wire):
     decoded = reference.dequantize(payload, scales, wire, 32)
     overflow = np.isinf(decoded) & ~bad[:, None]
     if element.name == "e2m1" or wire.scale_rule == "floor":
-        assert not overflow.any(), "FACTS 2: no BF16 input decodes to Inf"
+        assert not overflow.any(), "formats.md 2: no BF16 input decodes to Inf"
     else:  # E4M3 under ceil: from 248 * 2^120 on the code rounds up to 256, and 2^128 is Inf
         np.testing.assert_array_equal(overflow, (np.abs(values) >= 248 * 2.0**120) & ~bad[:, None])
     np.testing.assert_array_equal(decoded[bad].view(np.uint32), 0x7FC00000)
@@ -173,7 +174,7 @@ def test_blocks_do_not_see_each_other(wire):
         assert_same_bits(decoded[:, first : first + wire.format.block].copy(), values)
 
 
-SQNR_DB = {  # FACTS 2
+SQNR_DB = {  # formats.md 2
     "Gaussian": {"floor": 18.80, "ceil": 18.76, "even": 19.02},
     "Laplace": {"floor": 17.94, "ceil": 17.59, "even": 18.13},
     "Student t(3)": {"floor": 17.01, "ceil": 16.47, "even": 17.14},
@@ -206,7 +207,7 @@ def test_sqnr_table(data):
     assert max(got, key=got.get) == "even"
 
 
-# FP8 input (FACTS 5)
+# FP8 input (formats.md 5)
 
 
 def fp8_pair(scale_rows, hidden, seed=4):
@@ -271,7 +272,7 @@ def test_pair_goes_to_the_bf16_wire_by_rounding():
     assert want[0, 3] == 0x7FC0
 
 
-# Arrival as FP8 (FACTS 4)
+# Arrival as FP8 (formats.md 4)
 
 
 def all_code_rows(wire):
@@ -311,7 +312,7 @@ def test_all_codes_at_all_gaps_equal_one_rounding(wire, largest):
 
 
 def test_nibble_placed_in_an_e4m3_byte_is_the_value_times_2_to_minus_6():
-    """FACTS 4 item 1: the three low bits at bits 4..2, the sign at bit 7."""
+    """formats.md 4: the three low bits at bits 4..2, the sign at bit 7."""
     codes = np.arange(16, dtype=np.uint8)
     placed = (codes & 7) << 2 | (codes & 8) << 4
     np.testing.assert_array_equal(
@@ -382,7 +383,7 @@ def test_group_gaps():
 
 
 def columns_by_definition(payload, scales, wire, hidden, segments, num_rows_padded):
-    """FACTS 4 element by element, for block-scaled wires; segments are (start, live rows)."""
+    """formats.md 4 element by element, for block-scaled wires; segments are (start, live rows)."""
     values = decode_codes(
         np.stack([payload & 15, payload >> 4], axis=-1).reshape(len(payload), -1)
         if wire.name == "mxfp4"

@@ -275,7 +275,9 @@ def _slot_rows(layout: ExpertLayout | None, num_rows: int) -> np.ndarray:
 
 def _fill_padding(layout: ExpertLayout, out: np.ndarray, out_scales: np.ndarray) -> None:
     offsets, live = layout.expert_offsets_array, np.array(layout.num_rows_list, np.int64)
-    threads.run(kernels.fill_padding, len(live), 0, live, offsets, out, out_scales)
+    padding = int(offsets[-1] - live.sum())
+    row_bytes = padding * out.shape[1] * out.itemsize // max(len(live), 1)
+    threads.run(kernels.fill_padding, len(live), row_bytes, live, offsets, out, out_scales)
 
 
 def _tiles(live: np.ndarray, offsets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -29,8 +29,8 @@ from fp4comm.formats import (
     F32_NAN,
     FP8_BLOCK,
     MX_BLOCK,
-    SCALE_ROUND,
     TILE_ROWS,
+    WireFormat,
 )
 
 BFLOAT16_ROWS, E4M3_ROWS, E2M1_ROWS = 0, 1, 2  # kinds of wire rows
@@ -53,7 +53,7 @@ SCALES = SCALES.astype(np.float32)
 
 E2M1_EMAX, E4M3_EMAX, E2M1_HEADROOM = E2M1.emax, E4M3.emax, E2M1.headroom
 E4M3_BIAS, E4M3_MANTISSA = E4M3.bias, E4M3.mantissa_bits
-FP8_ROUND = SCALE_ROUND["e4m3", "ceil"]  # the fp8 wire's default, which BF16 takes on arrival
+FP8_ROUND = WireFormat("fp8").scale_round  # BF16 is quantized so on arrival
 
 # From this gap between the scales of block and group on, every code is zero: 448 * 2**-19 and
 # 6 * 2**(6 - 19) are below half of 2**-9.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import functools
+import itertools
 import os
 from collections.abc import Callable
 
@@ -36,7 +37,7 @@ def _pool(pid: int) -> concurrent.futures.ThreadPoolExecutor:
     which changes bits, and new threads inherit that.
     """
     return concurrent.futures.ThreadPoolExecutor(
-        max_workers=max(4, num_cores()),
+        max_workers=max(4, num_cores()),  # the cores of this process may become more
         thread_name_prefix="fp4comm",
         initializer=torch.set_flush_denormal,
         initargs=(False,),
@@ -57,9 +58,7 @@ def run(kernel: Callable[..., None], num_rows: int, row_bytes: int, *args: objec
     parts = max(1, min(num_threads(), num_rows, num_rows * row_bytes // MIN_BYTES))
     bounds = [num_rows * i // parts for i in range(parts + 1)]
     pool = _pool(os.getpid())
-    pending = [
-        pool.submit(kernel, first, last, *args)
-        for first, last in zip(bounds, bounds[1:], strict=False)
-    ]
+    pending = [pool.submit(kernel, *ends, *args) for ends in itertools.pairwise(bounds)]
+    concurrent.futures.wait(pending)  # of all, even if one failed: they write to the same arrays
     for part in pending:
         part.result()

@@ -113,7 +113,7 @@ class Transport(Protocol):
         ...
 
 
-def open(  # the name that DESIGN.md gives it
+def open(  # shadows the built-in, which this module does not use
     name: str, *, comm: Any = None, group: Any = None, timeout_s: float = 300.0
 ) -> Transport:
     """Make the transport ``name``.  Collective over the ranks of ``comm`` or ``group``.

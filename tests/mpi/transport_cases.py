@@ -80,7 +80,7 @@ def exchange_and_check(t, splits, name="", as_torch=False):
 
 
 def case_splits(t):
-    """Pair 11: each row in its place and no other touched, for NumPy arrays and torch tensors."""
+    """Each row in its place and no other touched, for NumPy arrays and torch tensors."""
     for name, splits in splits_for(t.num_ranks):
         for as_torch in (False, True):
             exchange_and_check(t, splits, name, as_torch)

@@ -8,6 +8,7 @@ iteration, so that their ratio does not depend on what else the machine does.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import time
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -18,12 +19,12 @@ import torch
 
 from fp4comm import check
 from fp4comm.all_to_all import ARRIVALS, AllToAll, Dispatched
-from fp4comm.bench_check import SAMPLE_ELEMENTS, Checked, Checker, expert_outputs
-from fp4comm.bench_rows import PARTS, Report, Row, check_counts, row_bytes, sqnr_db, timing, traffic
+from fp4comm.bench.check import SAMPLE_ELEMENTS, Checked, Checker, expert_outputs
+from fp4comm.bench.rows import PARTS, Report, Row, check_counts, row_bytes, sqnr_db, timing, traffic
+from fp4comm.bench.workload import Workload
 from fp4comm.formats import WireFormat
 from fp4comm.precision import Precision
 from fp4comm.transport import Transport, run_local
-from fp4comm.workload import Workload
 
 Result = TypeVar("Result")
 
@@ -189,7 +190,7 @@ class Run:
         start = time.perf_counter_ns()
         result = call()
         sample = [time.perf_counter_ns() - start]
-        sample += [round(timings.get(f"{op} {part}", 0.0) * 1e9) for part in PARTS[op]]
+        sample += [round(timings[f"{op} {part}"] * 1e9) for part in PARTS[op]]
         self._samples[op].append(sample)
         return result
 
@@ -218,7 +219,7 @@ class Run:
             wire_rows=rows,
             wire_bytes=traffic(sent_rows * num_bytes),
             bf16_bytes=rows.sent * row_bytes(WireFormat("bf16"), workload.hidden, route),
-            expert_bytes=self._num_expert_rows() * copy_bytes,
+            expert_bytes=self._num_expert_rows * copy_bytes,
             time=timing(slowest_us[:, 0].tolist(), self._settings.warmup),
             parts_us=self._parts_us(op, slowest_us),
             num_checked=checked.num_rows,
@@ -230,6 +231,7 @@ class Run:
         medians = np.median(slowest_us[self._settings.warmup :, 1:], axis=0)
         return dict(zip(PARTS[op], medians.tolist(), strict=True))
 
+    @functools.cached_property
     def _num_expert_rows(self) -> int:
         ranks = range(self._transport.num_ranks)
         return sum(int((self._workload.routing(rank)[0] >= 0).sum()) for rank in ranks)
@@ -246,10 +248,3 @@ def gather(transport: Transport, values: npt.ArrayLike) -> npt.NDArray[np.int64]
     """Bring integers of all ranks to all, ``[num_ranks, len(values)]``; also a barrier."""
     row = np.asarray(values, np.int64)
     return transport.exchange_counts(np.tile(row, (transport.num_ranks, 1)))
-
-
-def gather_text(transport: Transport, text: str, num_bytes: int = 64) -> list[str]:
-    """Bring a short text of each rank to all ranks, cut at num_bytes."""
-    data = text.encode()[:num_bytes].ljust(num_bytes, b"\0")
-    texts = gather(transport, np.frombuffer(data, np.int64))
-    return [row.tobytes().rstrip(b"\0").decode(errors="replace") for row in texts]

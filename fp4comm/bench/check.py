@@ -16,10 +16,10 @@ import torch
 
 from fp4comm import reference
 from fp4comm.all_to_all import Dispatched
+from fp4comm.bench.workload import Workload
 from fp4comm.formats import FP8_BLOCK, WireFormat
 from fp4comm.reference import Arrived
-from fp4comm.reference_casts import Array
-from fp4comm.workload import Workload
+from fp4comm.reference.casts import Array
 
 SAMPLE_ELEMENTS = 1 << 23  # of expert rows on all ranks: about 2 s of reference a wire format
 

@@ -14,8 +14,8 @@ from rich import box
 from rich.table import Table
 
 from fp4comm import machine
-from fp4comm.bench import Settings
-from fp4comm.bench_rows import PARTS, Report, Row
+from fp4comm.bench.rows import PARTS, Report, Row
+from fp4comm.bench.run import Settings
 from fp4comm.formats import WireFormat
 
 LOOPBACK = """\
@@ -258,7 +258,7 @@ def as_json(
     ]
     return {
         "command": command,
-        "arguments": arguments,
+        "arguments": {name: _without_folder(value) for name, value in arguments.items()},
         "machine": environment.machine,
         "versions": environment.versions,
         "git": machine.git(),
@@ -275,6 +275,13 @@ def as_json(
         "wrong_rows": report.num_wrong,
         "rows": rows,
     }
+
+
+def _without_folder(value: Any) -> Any:
+    """Name files without their folder: results are shared, and the folder is this machine's."""
+    if isinstance(value, Path):
+        return value.name
+    return [_without_folder(v) for v in value] if isinstance(value, (list, tuple)) else value
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:

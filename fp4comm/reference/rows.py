@@ -17,7 +17,7 @@ from fp4comm.formats import (
     TILE_ROWS,
     WireFormat,
 )
-from fp4comm.reference_casts import (
+from fp4comm.reference.casts import (
     Array,
     bf16_to_float32,
     canonical_nan,
@@ -31,11 +31,13 @@ from fp4comm.reference_casts import (
 
 Rows = Array | tuple[Array, Array]  # bf16 bits, float32, or (E4M3 codes, float32 scales per 128)
 
-EXACT_GAP = 14  # FACTS 4: an E2M1 code is exact as E4M3 up to this many binades below its group
+EXACT_GAP = (
+    14  # formats.md 4: an E2M1 code is exact as E4M3 up to this many binades below its group
+)
 
 
 def scale_from_amax(amax_bits: Array, wire: WireFormat) -> Array:
-    """Scale bytes of blocks whose largest magnitude has these float32 bits (FACTS 2 and 3).
+    """Scale bytes of blocks whose largest magnitude has these float32 bits (formats.md 2, 3).
 
     >>> scale_from_amax(np.float32([6.0, 7.0, 0.0, np.inf]).view(np.uint32), WireFormat("mxfp4"))
     array([127, 128,   0, 255], dtype=uint8)
@@ -52,7 +54,7 @@ def load(x: Rows) -> Array:
     Args:
         x: uint16 BF16 bits [T, H], float32 [T, H], or a pair of E4M3 codes uint8 [T, H] and
             float32 scales [T, ceil(H/128)].  The pair's values are code * scale, rounded once; a
-            scale that is not positive and finite makes its group NaN (FACTS 5).
+            scale that is not positive and finite makes its group NaN (formats.md 5).
     """
     if not isinstance(x, tuple):
         return bf16_to_float32(x) if x.dtype == np.uint16 else np.asarray(x, np.float32)
@@ -169,7 +171,7 @@ def _fp8_groups(hidden: int) -> list[slice]:
 
 
 def _largest_scale(scales: Array, axis: int) -> Array:
-    """E* of FACTS 4: the largest scale byte other than 0xFF, 0 if there is none; int64."""
+    """E* of formats.md 4: the largest scale byte other than 0xFF, 0 if there is none; int64."""
     return np.where(scales == E8M0_NAN, 0, scales).max(axis=axis, initial=0).astype(np.int64)
 
 
@@ -191,7 +193,7 @@ def to_bf16_rows(
 def to_fp8_rows(
     payload: Array, scales: Array, wire: WireFormat, hidden: int, row_source: Array | None = None
 ) -> tuple[Array, Array]:
-    """Convert wire rows to E4M3 expert rows with one power-of-two scale per 128 (FACTS 4).
+    """Convert wire rows to E4M3 expert rows with one power-of-two scale per 128 (formats.md 4).
 
     Returns:
         codes uint8 [M, H] and scales float32 [M, ceil(H/128)]; padding has codes 0 and scale 1.0.
@@ -223,7 +225,7 @@ def to_fp8_columns(
     num_rows: Array | None = None,
     expert_offsets: Array | None = None,
 ) -> tuple[Array, Array]:
-    """Convert wire rows to E4M3 columns with one power-of-two scale per 128 rows (FACTS 4).
+    """Convert wire rows to E4M3 columns with one power-of-two scale per 128 rows (formats.md 4).
 
     Tiles of 128 rows restart at each expert.  In a tile, a strip of `block` columns has one scale;
     from the bf16 wire each column is quantized by itself, as a block of the fp8 wire.

@@ -2,8 +2,7 @@
 
 The CPU and CUDA codecs must give the same bytes as the functions of the same name here.  Nothing is
 shared with them but the facts in formats.py; nothing is shared with routing.py at all.  Casts stand
-in reference_casts.py, operations on rows in reference_rows.py, dispatch and combine of all ranks
-below.
+in casts.py, operations on rows in rows.py, dispatch and combine of all ranks below.
 
 BF16 arrays are uint16 bit patterns, element codes and scales uint8.  T tokens, n wire rows, M
 expert rows (padding included), H hidden, K top-k.
@@ -18,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from fp4comm.formats import WireFormat
-from fp4comm.reference_casts import (
+from fp4comm.reference.casts import (
     Array,
     bf16_to_float32,
     e2m1_to_float32,
@@ -28,7 +27,7 @@ from fp4comm.reference_casts import (
     float32_to_e2m1,
     float32_to_e4m3,
 )
-from fp4comm.reference_rows import (
+from fp4comm.reference.rows import (
     Rows,
     dequantize,
     final_reduce,
