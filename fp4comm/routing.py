@@ -129,35 +129,33 @@ def plan(
     """
     num_tokens, num_topk = topk_idx.shape
     experts = topk_idx.numpy().reshape(-1)
-    slots = np.flatnonzero(experts != NO_EXPERT)
-    if len(experts) < 1 << 31:
-        slots = slots.astype(np.int32)  # divides faster
-    slot_experts = experts[slots]
-    owners = placement.owners[slot_experts]
+    narrow = np.int32 if len(experts) < 1 << 31 else np.int64  # sorts, divides and keeps less
+    slots = np.flatnonzero(experts != NO_EXPERT).astype(narrow)
+    owners = placement.owners[experts[slots]]
     order = np.argsort(owners, kind="stable")  # by rank, then token, then slot
     slots, owners = slots[order], owners[order]
+    del order
+    local = experts[slots].astype(np.int32) - placement.offsets[owners].astype(np.int32)
     tokens = slots // num_topk
-    is_new_row = np.empty(
-        len(slots), bool
-    )  # else: another expert of the same token on the same rank
+    slots -= tokens * num_topk  # from here on the slot in its token
+    is_new_row = np.empty(len(slots), bool)  # else: another expert of its token on that rank
     is_new_row[:1] = True
     np.not_equal(tokens[1:], tokens[:-1], out=is_new_row[1:])
     is_new_row[1:] |= owners[1:] != owners[:-1]
-    slot_places = np.cumsum(is_new_row) - 1
+    rows = np.cumsum(is_new_row, dtype=narrow) - 1
 
     row_tokens, row_owners = tokens[is_new_row], owners[is_new_row]
     num_rows = len(row_tokens)
-    local = slot_experts[order] - placement.offsets[owners]
     route = np.zeros((num_rows, num_topk * route_slot_bytes(topk_weights is not None)), np.uint8)
     route_experts, route_weights = _route_columns(route, num_topk)
     route_experts[:] = NO_EXPERT
-    slot_columns = slots - tokens * num_topk
-    route_experts[slot_places, slot_columns] = local
+    route_experts[rows, slots] = local
     if topk_weights is not None:
-        route_weights[slot_places, slot_columns] = topk_weights.numpy().reshape(-1)[slots]
+        route_weights[rows, slots] = topk_weights.numpy()[tokens, slots]
+    del rows, slots, tokens
 
     most = placement.most_local_experts
-    cells = owners.astype(np.int64) * most + local
+    cells = owners.astype(np.int32) * most + local  # num_ranks * 32767 experts at most
     place_offsets = np.zeros(num_tokens + 1, np.int32)
     np.cumsum(np.bincount(row_tokens, minlength=num_tokens), out=place_offsets[1:])
     return RoutePlan(
