@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 Rows = npt.NDArray[np.uint8]
 
@@ -38,8 +38,7 @@ def as_rows(value: Any, name: str, *, writable: bool) -> Rows:
         ValueError: if it has other than two dimensions, strides, or is read-only but received into.
     """
     expected = f"{name}: expected a NumPy array or a CPU torch tensor of uint8"
-    torch = sys.modules.get("torch")
-    if torch is not None and isinstance(value, torch.Tensor):
+    if isinstance(value, torch.Tensor):
         if value.device.type != "cpu" or value.layout != torch.strided:
             raise TypeError(f"{expected}, got a {value.layout} tensor on {value.device}")
         if value.dtype != torch.uint8:

@@ -23,6 +23,7 @@ import time
 from typing import Any
 
 import numpy as np
+import torch
 
 from fp4comm.transport._base import (
     BaseTransport,
@@ -45,12 +46,8 @@ UNUSED_TAG = 2**31 - 1
 
 def import_distributed() -> Any:
     """Return ``torch.distributed`` with gloo, or raise RuntimeError saying what is missing."""
-    try:
-        import torch.distributed as dist
-    except Exception as error:
-        raise RuntimeError(
-            f'transport "torch" needs PyTorch ({type(error).__name__}: {error}); pip install torch'
-        ) from error
+    import torch.distributed as dist  # not part of `import torch` in every build
+
     if not dist.is_available() or not dist.is_gloo_available():
         raise RuntimeError(
             'transport "torch" needs a PyTorch built with torch.distributed and gloo'
@@ -139,8 +136,6 @@ class TorchTransport(BaseTransport):
             self._job = None
 
     def _post(self, operation: Any, call: Call, stream: int, rows: Rows, peer: int) -> Any:
-        import torch
-
         try:
             tag = _tag(call.shape, stream, rows.nbytes)
             return operation([torch.from_numpy(rows)], peer, tag)
@@ -235,8 +230,6 @@ class TorchTransport(BaseTransport):
 
     def _abandon(self) -> None:
         """Break the group, which ends all that waits in it, here and on the peers."""
-        import torch
-
         for peer in range(self.num_ranks):
             if peer != self.rank:
                 with contextlib.suppress(RuntimeError):
