@@ -26,7 +26,7 @@ from fp4comm.transport import Transport
 ARRIVALS = ("fp8", "bf16", "packed")
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Handle:
     """What combine, and a second dispatch, need from a dispatch.  Frozen, reusable.
 
@@ -40,9 +40,10 @@ class Handle:
     _hidden: int
     _precision: Precision
     _device: torch.device
+    _name: str  # of the dispatch, the same on all ranks
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Dispatched:
     """What arrived.  Rows of local expert e are ``rows[expert_offsets[e] :][: num_rows[e]]``.
 
@@ -191,7 +192,7 @@ class AllToAll:
             with self._phase("dispatch", "quantize"):
                 sent = codec.of(_device_of(rows)).quantize_rows(rows, wire, plan)
             *received, route = self._exchange_rows(
-                "dispatch", wire, [*sent, plan.route], plan.send_splits, recv_splits
+                "dispatch", wire, "dispatch", [*sent, plan.route], plan.send_splits, recv_splits
             )
             del sent
             with self._phase("dispatch", "arrive"):
@@ -199,7 +200,13 @@ class AllToAll:
                     route, plan.num_topk, recv_splits, expert_counts.sum(0), self.expert_alignment
                 )
                 handle = Handle(
-                    layout, plan, self._transport, self.hidden, self.precision, _device_of(rows)
+                    layout,
+                    plan,
+                    self._transport,
+                    self.hidden,
+                    self.precision,
+                    _device_of(rows),
+                    f"dispatch {self._num_calls} of AllToAll {self._number % 10**6}",
                 )
                 return self._arrive(received, handle)
 
@@ -233,7 +240,12 @@ class AllToAll:
             with self._phase("combine", "reduce"):
                 sent = implementation.weighted_reduce(rows, layout, wire, weighted=weighted)
             received = self._exchange_rows(
-                "combine", wire, sent, layout.recv_splits, plan.send_splits
+                "combine",
+                wire,
+                f"{'weighted' if weighted else 'unweighted'} combine of {handle._name}",
+                sent,
+                layout.recv_splits,
+                plan.send_splits,
             )
             del sent
             with self._phase("combine", "reduce"):
@@ -273,6 +285,7 @@ class AllToAll:
         self,
         operation: str,
         wire: WireFormat,
+        label: str,
         sends: Sequence[torch.Tensor],
         send_splits: np.ndarray,
         recv_splits: np.ndarray,
@@ -284,6 +297,7 @@ class AllToAll:
             *(stream.new_empty((num_rows, stream.shape[1])) for stream in sends[2:]),
         ]
         with self._phase(operation, "exchange"):
+            self._transport.label = label
             self._transport.exchange(sends, send_splits, recvs, recv_splits)
         return recvs
 
@@ -332,7 +346,12 @@ class AllToAll:
             with self._phase("dispatch", "quantize"):
                 sent = codec.of(_device_of(rows)).quantize_rows(rows, wire, plan)
             received = self._exchange_rows(
-                "dispatch", wire, sent, plan.send_splits, handle.layout.recv_splits
+                "dispatch",
+                wire,
+                f"dispatch again like {handle._name}",
+                sent,
+                plan.send_splits,
+                handle.layout.recv_splits,
             )
             del sent
             with self._phase("dispatch", "arrive"):

@@ -9,6 +9,7 @@ import torch
 
 from fp4comm.formats import FP8_BLOCK, MX_BLOCK
 
+MAX_INT32 = 2**31 - 1
 MAX_LOCAL_EXPERTS = 2**15 - 1  # the route carries local experts as int16
 
 BLOCK_REASON = "(an MX block has 32 elements)"
@@ -31,6 +32,8 @@ def positive_int(name: str, value: int) -> int:
         raise TypeError(f"{name}: expected an int, got {type(value).__name__}")
     if operator.index(value) < 1:
         raise ValueError(f"{name}: expected at least 1, got {value}")
+    if operator.index(value) > MAX_INT32:
+        raise ValueError(f"{name}: expected at most {MAX_INT32}, got {value}")
     return operator.index(value)
 
 
@@ -41,6 +44,15 @@ def seconds(name: str, value: float) -> float:
     if not value > 0:
         raise ValueError(f"{name}: expected more than 0 seconds, got {value}")
     return value
+
+
+def layout(value: Any, num_rows: int) -> None:
+    """Check that a layout is one, of this many wire rows."""
+    if not hasattr(value, "slot_rows"):
+        raise TypeError(f"layout: expected the layout of a Handle, got {type(value).__name__}")
+    if len(value.slot_rows) != num_rows:
+        got = len(value.slot_rows)
+        raise ValueError(f"layout: expected one of {num_rows} wire rows, got {got}")
 
 
 def transport(value: Any) -> None:
@@ -65,7 +77,9 @@ def as_tensor(name: str, value: Any) -> torch.Tensor:
         TypeError: neither.
     """
     if isinstance(value, torch.Tensor):
-        return value
+        if value.layout != torch.strided:
+            raise TypeError(f"{name}: expected a dense tensor, got a {value.layout} one")
+        return value.resolve_conj().resolve_neg()
     if hasattr(value, "__dlpack__"):
         try:
             return torch.from_dlpack(value)

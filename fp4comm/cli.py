@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import sys
 from collections.abc import Callable
@@ -57,7 +58,8 @@ def main() -> None:
         UserError(error.format_message(), launch.launched_rank() == 0).show()
         code = UserError.exit_code
     except click.Abort:
-        code = 130
+        sys.stderr.flush()
+        os._exit(130)  # ranks on threads may be inside kernels, which an orderly exit waits for
     sys.exit(code)
 
 
@@ -68,8 +70,18 @@ def cli() -> None:
 
 
 def _writable(context: click.Context, parameter: click.Parameter, value: Path | None) -> Any:
-    if value is not None and not value.absolute().parent.is_dir():
+    if value is None:
+        return None
+    if not value.name or not value.absolute().parent.is_dir():
         raise click.BadParameter(f"no such folder: {value.absolute().parent}")
+    existed = value.exists()
+    try:  # now, not after the whole measurement
+        with value.open("a"):
+            pass
+    except OSError as error:
+        raise click.BadParameter(f"cannot be written: {error.strerror}") from error
+    if not existed:
+        value.unlink()
     return value
 
 
@@ -153,7 +165,11 @@ def info(json_file: Path | None) -> None:
 )
 @click.option("--seed", type=int, default=0, show_default=True)
 @data_option("Take x, topk_idx and topk_weights from a safetensors file; repeat for several.")
-@click.option("--link-gbs", type=float, help="Peak of the link in 10^9 B/s; marks rows above it.")
+@click.option(
+    "--link-gbs",
+    type=click.FloatRange(min=0, min_open=True),
+    help="Peak of the link in 10^9 B/s; marks rows above it.",
+)
 @click.option("--check-all", is_flag=True, help="Check the contents of all rows, not of a sample.")
 @run_options(warmup=5, iterations=20)
 @click.pass_context

@@ -127,6 +127,8 @@ class WireFormat:
 
     def __post_init__(self) -> None:
         """Check the name and fill in the default rule."""
+        if not isinstance(self.name, str):
+            raise TypeError(f"wire format: expected a name, got {type(self.name).__name__}")
         if self.name not in FORMATS:
             raise ValueError(
                 f"wire format: expected one of {', '.join(FORMATS)}, got {self.name!r}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import os
 import time
 from collections.abc import Callable
@@ -112,7 +113,7 @@ def _run_launched(
     name: str, timeout_s: float, fn: Callable[[Transport], Result]
 ) -> tuple[Result, bool]:
     if name == "torch":
-        _start_torch()
+        _start_torch(timeout_s)
     group = transport.open(name, timeout_s=timeout_s)
     try:
         result = fn(group)
@@ -128,14 +129,15 @@ def _run_launched(
         group.close()
 
 
-def _start_torch() -> None:
+def _start_torch(timeout_s: float) -> None:
     import torch.distributed as dist
 
     missing = [variable for variable in TORCH_VARIABLES if variable not in os.environ]
     if missing:
         raise RuntimeError(f'transport "torch" needs {", ".join(missing)} set; use torchrun')
     if not dist.is_initialized():
-        dist.init_process_group("gloo")
+        limit = datetime.timedelta(seconds=min(timeout_s, 1e6))
+        dist.init_process_group("gloo", timeout=limit)
 
 
 def let_rank_0_print(is_rank_0: bool) -> None:

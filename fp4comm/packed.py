@@ -14,7 +14,7 @@ from fp4comm.routing import ExpertLayout
 SCALE_LAYOUTS = ("row", "column")
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class PackedRows:
     """Rows in a wire format: codes and scales, no weights.
 
@@ -80,7 +80,8 @@ class PackedRows:
         Raises:
             ValueError: a layout made for another number of rows.
         """
-        self._check_layout(layout)
+        if layout is not None:
+            check.layout(layout, len(self))
         return self._codec().to_bf16_rows(*self._parts(), layout)
 
     def to_float32(self) -> torch.Tensor:
@@ -109,7 +110,8 @@ class PackedRows:
             ValueError: unknown scale layout, or a layout made for another number of rows.
         """
         check.one_of("scale_layout", scale_layout, SCALE_LAYOUTS)
-        self._check_layout(layout)
+        if layout is not None:
+            check.layout(layout, len(self))
         return self._codec().to_fp8_rows(*self._parts(), layout, scale_layout)
 
     def to_fp8_columns(
@@ -127,7 +129,8 @@ class PackedRows:
         Raises:
             ValueError: a layout made for another number of rows.
         """
-        self._check_layout(layout)
+        if layout is not None:
+            check.layout(layout, len(self))
         return self._codec().to_fp8_columns(*self._parts(), layout)
 
     def expand(self, layout: ExpertLayout) -> PackedRows:
@@ -136,7 +139,7 @@ class PackedRows:
         Raises:
             ValueError: a layout made for another number of rows.
         """
-        self._check_layout(layout)
+        check.layout(layout, len(self))
         source = layout.row_source().long()
         live = source >= 0
 
@@ -148,12 +151,6 @@ class PackedRows:
         return dataclasses.replace(
             self, payload=expanded(self.payload), scales=expanded(self.scales)
         )
-
-    def _check_layout(self, layout: ExpertLayout | None) -> None:
-        if layout is not None and len(layout.slot_rows) != len(self):
-            raise ValueError(
-                f"layout: expected one of {len(self)} wire rows, got {len(layout.slot_rows)}"
-            )
 
     def _codec(self) -> Any:
         return codec.of(self.payload.device)

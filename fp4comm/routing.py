@@ -46,7 +46,7 @@ class Placement:
         return np.repeat(np.arange(self.num_ranks, dtype=np.uint16), held)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class RoutePlan:
     """What this rank sends: its wire rows by destination rank, then by token.
 
@@ -81,7 +81,7 @@ class RoutePlan:
         return np.concatenate([self.send_splits[:, None], self.expert_counts], axis=1)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class ExpertLayout:
     """Where the rows that arrived go: expert-major, by source rank, token, slot within an expert.
 
@@ -223,6 +223,11 @@ def expert_layout(
     """
     experts, route_weights = (part.copy() for part in _route_columns(route.numpy(), num_topk))
     offsets = expert_offsets(num_rows, alignment)
+    if offsets[-1] > np.iinfo(np.int32).max:
+        raise ValueError(
+            "expert_alignment: expected fewer than 2**31 expert rows with padding, got"
+            f" {offsets[-1]}"
+        )
     flat = experts.reshape(-1)
     slots = np.flatnonzero(flat != NO_EXPERT)
     order = slots[np.argsort(flat[slots], kind="stable")]  # by expert, then wire row, then slot

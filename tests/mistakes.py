@@ -109,6 +109,8 @@ DISPATCH_MISTAKES = [
             "rank {r} of {n}: x: expected no gradient to be wanted, got requires_grad=True"),
     Mistake("GRD-03 weights want a gradient", at(WEIGHTS, lambda w: w.requires_grad_()),
             RuntimeError, "rank {r} of {n}: topk_weights: expected no gradient to be wanted"),
+    Mistake("x is sparse", at(X, lambda x: x.to_sparse()), TypeError,
+            "rank {r} of {n}: x: expected a dense tensor, got a torch.sparse_coo one"),
     Mistake("x cannot be handed over", at(X, lambda x: Foreign()), RuntimeError,
             "rank {r} of {n}: AttributeError: no capsule"),
     Mistake("x on a device without a codec", at(X, lambda x: x.to("meta")), RuntimeError,
@@ -160,6 +162,8 @@ OBJECT_MISTAKES = [
             "rank {r} of {n}: expert_alignment: expected at least 1, got 0"),
     Mistake("precision a name", option(precision="mxfp4"), TypeError,
             "rank {r} of {n}: precision: expected a Precision, got str"),
+    Mistake("hidden beyond 32 bits", option(hidden=2**70), ValueError,
+            "rank {r} of {n}: hidden: expected at most 2147483647, got"),
     Mistake("no time", option(timeout_s=0), ValueError,
             "rank {r} of {n}: timeout_s: expected more than 0 seconds, got 0"),
 ]  # fmt: skip
@@ -203,7 +207,7 @@ def check_mistakes(transport):
 def check_order_of_objects(transport, a2a):
     """Layers called in another order on one rank: an error on all, not each other's rows."""
     rank, last = transport.rank, transport.num_ranks - 1
-    in_use = "rank {r} of {n}: AllToAll object in use: expected .* as on rank 0, got"
+    in_use = "rank {r} of {n}: AllToAll object in use: expected the one as on rank 0, got another"
     for kwargs in (GOOD, GOOD | {"num_experts": 200}, GOOD | {"num_experts": 3}):
         other = AllToAll(transport, **kwargs)
         used = other if rank == last else a2a
@@ -223,6 +227,47 @@ def check_order_of_objects(transport, a2a):
     )
     expect(mistake, last, transport.num_ranks, call)
     check_good_round(a2a)
+
+
+def make_different_calls(transport, name):
+    """Call combine, or dispatch with a handle, for another purpose on the last rank: no counts."""
+    a2a, other = (AllToAll(transport, **GOOD, arrive="bf16", timeout_s=5) for _ in range(2))
+    one, two, third = (a.dispatch(*good_call()) for a in (a2a, a2a, other))
+    x = good_call()[0]
+    calls = {
+        "handles of two dispatches": (
+            lambda: a2a.combine(one.rows, one.handle),
+            lambda: a2a.combine(two.rows, two.handle),
+        ),
+        "handles of two objects": (
+            lambda: a2a.combine(one.rows, one.handle),
+            lambda: other.combine(third.rows, third.handle),
+        ),
+        "weighted and not": (
+            lambda: a2a.combine(one.rows, one.handle),
+            lambda: a2a.combine(one.rows, one.handle, weighted=False),
+        ),
+        "combine and dispatch": (
+            lambda: a2a.combine(one.rows, one.handle),
+            lambda: a2a.dispatch(x, handle=one.handle),
+        ),
+    }[name]
+    is_last = transport.rank == transport.num_ranks - 1
+    raised = None
+    try:
+        calls[is_last]()
+    except Exception as error:
+        raised = error
+    assert isinstance(raised, (ValueError, TimeoutError)), repr(raised)
+    return str(raised)
+
+
+DIFFERENT_CALLS = (
+    "handles of two dispatches",
+    "handles of two objects",
+    "weighted and not",
+    "combine and dispatch",
+)
 
 
 def expect(mistake, rank, num_ranks, call):

@@ -274,3 +274,31 @@ def test_precision_takes_names_and_formats():
         Precision(combine="fp3")
     with pytest.raises(TypeError, match="expected a name or a WireFormat, got int"):
         Precision(combine=8)
+
+
+def test_conversions_on_a_rank_without_experts():
+    def on_rank(t):
+        d = AllToAll(t, num_experts=1, hidden=32).dispatch(
+            torch.ones(1, 32).bfloat16(), torch.tensor([[0]])
+        )
+        columns, scales = d.packed.to_fp8_columns(d.handle.layout)
+        expanded = d.packed.expand(d.handle.layout)
+        return columns.shape, scales.shape, len(expanded)
+
+    shapes = transport.run_local(2, on_rank)
+    assert shapes == [((32, 128), (1, 32), 128), ((32, 0), (0, 32), 0)]
+
+
+def test_too_many_expert_rows_with_padding_are_refused():
+    a2a = one_rank(arrive="packed", expert_alignment=2**31 - 1)
+    with pytest.raises(ValueError, match="expert_alignment: expected fewer than 2"):
+        a2a.dispatch(torch.ones(2, 32).bfloat16(), torch.tensor([[0], [1]]))
+
+
+def test_what_dispatch_returns_can_be_compared_and_kept_in_a_dict():
+    a2a = one_rank()
+    d = a2a.dispatch(torch.ones(1, 32).bfloat16(), torch.tensor([[0]]))
+    kept = {d.handle: 1, d.packed: 2}
+    assert kept[d.handle] == 1
+    assert d.handle == d.handle
+    assert d.packed != quantize(torch.ones(1, 32))

@@ -1,6 +1,9 @@
 """The codec against the reference, byte by byte, on the data where rounding goes wrong."""
 
 import contextlib
+import os
+import subprocess
+import sys
 import types
 
 import numpy as np
@@ -69,7 +72,9 @@ def hard_f32_rows(hidden):
     middles = np.array([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5, 6, 7, 4.25, 4.75, 464, 2**-10, 3])
     near = np.concatenate([np.nextafter(middles.astype(np.float32), s) for s in (-9e9, 9e9)])
     values = np.concatenate([middles.astype(np.float32), near])
-    scaled = np.ldexp(values[None, :], np.arange(-149, 127)[:, None], dtype=np.float32).reshape(-1)
+    with np.errstate(over="ignore"):
+        scaled = np.ldexp(values[None, :], np.arange(-149, 127)[:, None], dtype=np.float32)
+    scaled = scaled.reshape(-1)
     scaled = np.concatenate([scaled, -scaled])
     bits = rng.integers(0, 1 << 32, 1 << 15, dtype=np.uint32)
     narrow = (bits & 0x807FFFFF) | (rng.integers(100, 108, len(bits)) << 23).astype(np.uint32)
@@ -449,3 +454,24 @@ def test_shp_34_scales_are_contiguous_and_can_be_viewed_as_bytes():
     assert scales.is_contiguous()
     assert scales.view(torch.uint8).shape == (16, 20)
     assert packed.scales.is_contiguous()
+
+
+def test_num_01_kernels_compiled_by_a_process_that_flushes_subnormals(tmp_path):
+    """The tables that numba keeps on disk are made from bits: 2**-127 does not become 0."""
+    code = (
+        "import sys, torch\n"
+        "torch.set_flush_denormal(sys.argv[1] == 'flush')\n"
+        "from fp4comm import PackedRows\n"
+        "ones, zeros = torch.full((1, 16), 0x22).byte(), torch.zeros(1, 1).byte()\n"
+        "values = PackedRows(ones, zeros, 'mxfp4', 32).to_float32()\n"
+        "print(hex(values.view(torch.int32)[0, 0].item()))\n"
+    )
+    for mode in ("flush", "keep"):
+        done = subprocess.run(
+            [sys.executable, "-c", code, mode],
+            env=os.environ | {"NUMBA_CACHE_DIR": str(tmp_path)},
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        assert done.stdout.strip() == "0x400000"

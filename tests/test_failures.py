@@ -42,6 +42,15 @@ def test_under_mpirun(how, where):
     assert time.monotonic() - start < 45
 
 
+@pytest.mark.parametrize("where", ["counts", "combine"])
+def test_a_rank_that_leaves_is_noticed_at_once_under_mpirun(where):
+    """sys.exit, with the transport open: peers need not wait for the time limit."""
+    run = ranks.mpirun(3, "failures.py", "mpi", "leave", where, timeout=60)
+    survivors = re.findall(r"rank (\d) survived", run.stdout)
+    assert survivors, ranks.report(run)
+    assert run.returncode != 0, ranks.report(run)
+
+
 @pytest.mark.parametrize("where", WHERE)
 def test_a_death_ends_the_job_under_plain_mpirun(where):
     start = time.monotonic()

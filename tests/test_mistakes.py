@@ -18,14 +18,20 @@ def test_every_mistake_on_threads(num_ranks):
 
 
 def test_every_mistake_under_mpirun():
-    run = ranks.mpirun(3, "mistakes.py", "mpi", timeout=90)
-    ranks.passed(run)
+    run = ranks.mpirun(3, "mistakes.py", "mpi", timeout=120)
     assert run.stdout.count("mistakes right") == 3, ranks.report(run)
+    assert run.stdout.count("told: ") == 3 * len(mistakes.DIFFERENT_CALLS), ranks.report(run)
 
 
 def test_every_mistake_on_torch_distributed():
-    runs = ranks.torch_ranks(2, "mistakes.py", "torch", timeout=90)
+    runs = ranks.torch_ranks(2, "mistakes.py", "torch", timeout=120)
     ranks.passed(*runs)
+
+
+@pytest.mark.parametrize("name", mistakes.DIFFERENT_CALLS)
+def test_combines_of_different_dispatches_do_not_mix(name):
+    texts = transport.run_local(2, lambda t: mistakes.make_different_calls(t, name), timeout_s=30)
+    assert all("all ranks must make the same calls" in text for text in texts), texts
 
 
 def test_ins_14_the_same_errors_without_asserts():

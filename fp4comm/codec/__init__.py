@@ -28,9 +28,12 @@ def of(device: torch.device) -> Any:
         RuntimeError: there is none for that device, or what it needs is not installed.
     """
     if device.type == "cpu":
-        return importlib.import_module("fp4comm.codec.cpu")
+        try:
+            return importlib.import_module("fp4comm.codec.cpu")
+        except ImportError as error:
+            raise RuntimeError(f'codec "cpu" needs numba ({error}); pip install numba') from error
     raise RuntimeError(
-        f"x: expected a CPU tensor, got one on {device} (the CUDA codec is not here yet)"
+        f"x: expected a CPU tensor, got one on {device} (codecs here: cpu; use x.cpu())"
     )
 
 
@@ -40,6 +43,6 @@ def available() -> dict[str, str | None]:
     try:
         of(torch.device("cpu"))
         found["cpu"] = None
-    except ImportError as error:
-        found["cpu"] = f"needs numba ({error}); pip install numba"
+    except RuntimeError as error:
+        found["cpu"] = str(error)
     return found

@@ -183,7 +183,8 @@ def to_fp8_columns(
         live, offsets = np.array([num_rows]), np.array([0, num_rows])
     else:
         num_rows, row_source = layout.num_expert_rows, layout.row_source().numpy()
-        live, offsets = np.array(layout.num_rows_list), layout.expert_offsets_array
+        live = np.array(layout.num_rows_list, np.int64)
+        offsets = layout.expert_offsets_array
     tile_starts, tile_rows = _tiles(live, offsets)
     out = empty((hidden, num_rows), np.uint8)
     out_scales = empty((len(tile_rows), hidden), np.float32)

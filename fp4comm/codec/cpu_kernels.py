@@ -47,9 +47,10 @@ def jit(function):
 # --- constants, derived from formats.py (numba takes plain numbers, not dataclasses)
 
 # 2**(b - 127) by scale byte; the NaN byte gives the NaN that is written.
-SCALES = np.exp2(np.arange(256.0) - 127)
-SCALES[E8M0_NAN] = np.nan
-SCALES = SCALES.astype(np.float32)
+# Made from bits: the importing thread may flush subnormals, and numba keeps the table on disk.
+_SCALE_BITS = np.arange(256, dtype=np.uint32) << 23
+_SCALE_BITS[[0, E8M0_NAN]] = 0x00400000, F32_NAN
+SCALES = _SCALE_BITS.view(np.float32)
 
 E2M1_EMAX, E4M3_EMAX, E2M1_HEADROOM = E2M1.emax, E4M3.emax, E2M1.headroom
 E4M3_BIAS, E4M3_MANTISSA = E4M3.bias, E4M3.mantissa_bits

@@ -38,6 +38,7 @@ class Transport(Protocol):
     num_ranks: int
     timeout_s: float  # seconds that a call waits for a late peer; may be set before a call
     phase: str | None  # what the caller is doing, for error texts; may be set before a call
+    label: str  # what an exchange is for, the same on all ranks; may be set before a call
 
     def exchange_counts(self, counts: npt.ArrayLike) -> npt.NDArray[np.int64]:
         """Send row d of ``counts`` to rank d, and return what came, row s from rank s.

@@ -23,6 +23,9 @@ TOLD_ERRORS: dict[str, type[Exception]] = {
     "ValueError": ValueError,
 }
 MAX_TOLD_BYTES = 2000
+CLOSED = "closed"  # instead of an error's kind: the rank has only closed its transport
+SAME_ORDER = "(all ranks must make the same calls in the same order)"
+MAX_TIMEOUT_S = 1e8  # what operating systems take; three years
 
 
 def as_rows(value: Any, name: str, *, writable: bool) -> Rows:
@@ -78,6 +81,7 @@ class CallShape:
 
     number: int  # of the call on this transport, from 1
     kind: str  # "counts" or "exchange"
+    label: str  # what the caller says that it is for
     send_splits: list[int]
     recv_splits: list[int]
     row_bytes: list[int]  # of each stream
@@ -87,7 +91,12 @@ class CallShape:
         if theirs.kind != self.kind:
             return (
                 f"rank {peer} is in {_function(theirs.kind)}, rank {rank} in {_function(self.kind)}"
-                " (all ranks must make the same calls in the same order)"
+                f" {SAME_ORDER}"
+            )
+        if theirs.label != self.label:
+            return (
+                f"rank {peer} is in {theirs.label or 'an unnamed call'}, rank {rank} in"
+                f" {self.label or 'an unnamed call'} {SAME_ORDER}"
             )
         if theirs.row_bytes != self.row_bytes:
             return (
@@ -128,7 +137,7 @@ class Call:
         self.shape = shape
         self.sends = sends
         self.recvs = recvs
-        self.timeout_s = float(transport.timeout_s)
+        self.timeout_s = min(float(transport.timeout_s), MAX_TIMEOUT_S)
         self.deadline = time.monotonic() + self.timeout_s
         self.where = transport.where(transport.phase or shape.kind)
         self._send_offsets = [0, *itertools.accumulate(shape.send_splits)]
@@ -178,12 +187,17 @@ class BaseTransport:
 
     def __init__(self, rank: int, num_ranks: int, timeout_s: float):
         """Start with no call made and nothing failed."""
-        if not float(timeout_s) > 0:
-            raise ValueError(f"timeout_s: expected seconds above 0, got {timeout_s}")
+        if isinstance(timeout_s, bool) or not isinstance(timeout_s, (int, float)):
+            raise TypeError(
+                f"timeout_s: expected a number of seconds, got {type(timeout_s).__name__}"
+            )
+        if not timeout_s > 0:
+            raise ValueError(f"timeout_s: expected more than 0 seconds, got {timeout_s}")
         self.rank = rank
         self.num_ranks = num_ranks
         self.timeout_s = timeout_s
         self.phase: str | None = None
+        self.label = ""
         self._num_calls = 0
         self._broken: str | None = None  # the first failure
         self._abandoned = False  # it has been dealt with
@@ -266,7 +280,7 @@ class BaseTransport:
 
     def __exit__(self, kind: type | None, error: BaseException | None, traceback: object) -> None:
         """Close; if an error leaves the block, tell the peers first, who would wait for it."""
-        if isinstance(error, Exception):
+        if error is not None and not isinstance(error, (SystemExit, GeneratorExit)):
             self.abort(f"{type(error).__name__}: {error}")
         self.close()
 
@@ -275,7 +289,9 @@ class BaseTransport:
     ) -> None:
         self._num_calls += 1
         row_bytes = [send.shape[1] for send in sends]
-        call = Call(self, CallShape(self._num_calls, kind, to, came, row_bytes), sends, recvs)
+        label = self.label if kind == "exchange" else ""
+        shape = CallShape(self._num_calls, kind, label, to, came, row_bytes)
+        call = Call(self, shape, sends, recvs)
         try:
             self._move(call)
         except BaseException as error:
@@ -320,7 +336,7 @@ class BaseTransport:
 
 def encode_told(kind: str, text: str) -> bytes:
     """Pack what a failing rank tells its peers, within ``MAX_TOLD_BYTES``."""
-    return f"{kind}:{text}".encode()[:MAX_TOLD_BYTES]
+    return f"{kind}:{text}".encode(errors="replace")[:MAX_TOLD_BYTES]
 
 
 def decode_told(data: bytes) -> tuple[str, str]:

@@ -11,22 +11,28 @@ expected cannot be taken for one of a later call.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import sys
 import time
+import zlib
 from dataclasses import dataclass, field
 from typing import Any
 
 from fp4comm.transport._base import (
+    CLOSED,
     MAX_TOLD_BYTES,
+    SAME_ORDER,
     BaseTransport,
     Call,
+    CallShape,
     decode_told,
     encode_told,
     splits_disagreement,
 )
 
-TOLD_TAG = 0  # a peer tells of its failure; data have odd tags in exchange_counts, even in exchange
+TOLD_TAG = 0  # a peer tells of its failure, or that it has closed
+TAG_LABELS = 512  # a tag is the call's number and one of these: 1 for counts, else by label
 NUM_SPINS = 2000  # polls in vain that only yield the core; ranks may share it
 SLEEP_S = 50e-6  # between polls after that
 
@@ -81,7 +87,9 @@ class MpiTransport(BaseTransport):
         self._early: list[Message] = []  # of calls that peers have begun before us
         self._kept: list[Any] = []  # requests and buffers that MPI may still use
         self._unfinished = False  # a call failed with messages under way
-        self._num_tags = min(self._mpi.COMM_WORLD.Get_attr(self._mpi.TAG_UB), 2**30) // 2 - 1
+        largest_tag = min(self._mpi.COMM_WORLD.Get_attr(self._mpi.TAG_UB), 2**30)
+        self._num_tags = largest_tag // TAG_LABELS - 1
+        self._closed_peers: set[int] = set()
         atexit.register(self._at_exit)
         self._comm = self._duplicate(comm)
 
@@ -120,7 +128,7 @@ class MpiTransport(BaseTransport):
         number = call.shape.number % self._num_tags
         flight = Flight(
             call,
-            tag=2 * number + (1 if call.shape.kind == "counts" else 2),
+            tag=TAG_LABELS * number + _tag_of_label(call.shape),
             row_types=[
                 self._mpi.BYTE.Create_contiguous(row_bytes).Commit()
                 for row_bytes in call.shape.row_bytes
@@ -163,6 +171,8 @@ class MpiTransport(BaseTransport):
             if not flight.missing and self._mpi.Request.Testall(flight.requests):
                 return
             num_idle += 1
+            if self._closed_peers:
+                self._raise_if_lost(flight)
             if num_idle > NUM_SPINS:
                 if flight.call.remaining_s() <= 0:
                     raise flight.call.late(self._late_peer(flight))
@@ -182,7 +192,8 @@ class MpiTransport(BaseTransport):
     def _take(self, flight: Flight, message: Message) -> None:
         """Receive a message of this call, keep one of a later call, raise at any other."""
         if message.tag == TOLD_TAG:
-            raise self._told(message)
+            self._hear(message)
+            return
         if message.tag != flight.tag:
             self._keep_for_later(flight, message)
             return
@@ -200,18 +211,18 @@ class MpiTransport(BaseTransport):
         flight.peers.append(source)
 
     def _keep_for_later(self, flight: Flight, message: Message) -> None:
-        number, their_number = (flight.tag - 1) // 2, (message.tag - 1) // 2
+        number, their_number = flight.tag // TAG_LABELS, message.tag // TAG_LABELS
         ahead = (their_number - number) % self._num_tags
         if 0 < ahead < self._num_tags // 2:
             self._early.append(message)
             return
         where, rank, source = flight.call.where, self.rank, message.source
         if ahead == 0:
-            theirs = "exchange" if flight.tag % 2 else "exchange_counts"
-            mine = "exchange_counts" if flight.tag % 2 else "exchange"
+            theirs = "exchange_counts" if message.tag % TAG_LABELS == 1 else "another exchange"
+            kind, label = flight.call.shape.kind, flight.call.shape.label
+            mine = "exchange_counts" if kind == "counts" else label or "exchange"
             raise ValueError(
-                f"{where}: rank {source} is in {theirs}, rank {rank} in {mine}"
-                " (all ranks must make the same calls in the same order)"
+                f"{where}: rank {source} is in {theirs}, rank {rank} in {mine} {SAME_ORDER}"
             )
         raise ValueError(
             f"{where}: splits disagreed in an earlier call: rank {source} sent"
@@ -247,10 +258,28 @@ class MpiTransport(BaseTransport):
         pairs = zip(flight.requests, flight.peers, strict=True)
         return next((peer for request, peer in pairs if not request.Test()), self.rank)
 
-    def _told(self, message: Message) -> Exception:
+    def _hear(self, message: Message) -> None:
+        """Note that a peer has closed; raise what a failing one tells."""
         data = bytearray(min(message.num_bytes, MAX_TOLD_BYTES))
         message.message.Recv([data, self._mpi.BYTE])
-        return self._stopped_by(message.source, *decode_told(bytes(data)))
+        kind, text = decode_told(bytes(data))
+        if kind != CLOSED:
+            raise self._stopped_by(message.source, kind, text)
+        self._closed_peers.add(message.source)
+
+    def _raise_if_lost(self, flight: Flight) -> None:
+        """Raise if a peer that has closed is still waited for: all that it sent has come."""
+        waiting = set(flight.missing)
+        for request, peer in zip(flight.requests, flight.peers, strict=True):
+            if peer in self._closed_peers and not request.Test():
+                waiting.add(peer)
+        for peer in sorted(waiting & self._closed_peers):
+            raise flight.call.lost(peer, "it closed its transport, or ended")
+
+    def _say_closed(self) -> None:
+        """Tell the peers, none of which need listen, that no more comes from this rank."""
+        with contextlib.suppress(Exception):
+            self._tell_peers(CLOSED, "")
 
     def _tell_peers(self, kind: str, text: str) -> None:
         data = encode_told(kind, text)
@@ -263,6 +292,7 @@ class MpiTransport(BaseTransport):
         # After a failure peers may still send to this communicator, and so its number must not be
         # given to another one.
         if self._broken is None and not self._mpi.Is_finalized():
+            self._say_closed()
             self._comm.Free()
             atexit.unregister(self._at_exit)
 
@@ -278,3 +308,11 @@ class MpiTransport(BaseTransport):
             sys.stdout.flush()
             sys.stderr.flush()
             self._mpi.COMM_WORLD.Abort(1)
+        if self._broken is None and not self._closed and not self._mpi.Is_finalized():
+            self._say_closed()
+
+
+def _tag_of_label(shape: CallShape) -> int:
+    if shape.kind == "counts":
+        return 1
+    return 2 + zlib.crc32(shape.label.encode()) % (TAG_LABELS - 2)

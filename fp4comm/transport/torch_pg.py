@@ -20,12 +20,14 @@ import json
 import queue
 import threading
 import time
+import zlib
 from typing import Any
 
 import numpy as np
 import torch
 
 from fp4comm.transport._base import (
+    MAX_TIMEOUT_S,
     BaseTransport,
     Call,
     CallShape,
@@ -105,7 +107,7 @@ class TorchTransport(BaseTransport):
         threading.Thread(target=_wait_for_jobs, args=(self._jobs,), daemon=True).start()
 
     def _connect(self, dist: Any) -> Any:
-        limit = datetime.timedelta(seconds=float(self.timeout_s))
+        limit = datetime.timedelta(seconds=min(float(self.timeout_s), MAX_TIMEOUT_S))
         try:
             return dist.ProcessGroupGloo(self._store, self.rank, self.num_ranks, limit)
         except RuntimeError as error:
@@ -269,9 +271,10 @@ def _wait_for_jobs(jobs: queue.SimpleQueue[Job | None]) -> None:
 
 
 def _tag(shape: CallShape, stream: int, num_bytes: int) -> int:
-    """Return a tag that only the same stream of the same call, in the same size, has."""
+    """Return a tag that the same stream of the same call has, and hardly any other."""
     stream = TAG_STREAMS - 1 if shape.kind == "counts" else stream
-    return (shape.number % TAG_CALLS * TAG_STREAMS + stream) * TAG_SIZES + num_bytes % TAG_SIZES
+    size = (num_bytes + zlib.crc32(shape.label.encode())) % TAG_SIZES
+    return (shape.number % TAG_CALLS * TAG_STREAMS + stream) * TAG_SIZES + size
 
 
 def _writable(rows: Rows) -> Rows:

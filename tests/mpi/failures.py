@@ -1,6 +1,7 @@
 """One rank fails at one point of a round; the others must raise in time, and say where and who.
 
-``failures.py TRANSPORT HOW WHERE``: HOW is stall, raise or die, WHERE counts, exchange or combine.
+``failures.py TRANSPORT HOW WHERE``: HOW is stall, raise, die or leave; WHERE counts, exchange or
+combine.
 Also imported by test_failures.py for ranks on threads.
 """
 
@@ -22,6 +23,8 @@ VICTIM, LAST_WORDS = 2, "the disk is full"
 
 
 def fail(how, group):
+    if how == "leave":
+        sys.exit(3)  # orderly: through MPI_Finalize
     if how == "die":
         os._exit(7)
     if how == "raise":
@@ -60,11 +63,13 @@ def survive(group, a2a, how, where):
         assert re.search(f"stopped by rank {VICTIM}: .*{LAST_WORDS}", str(raised)), raised
         assert took < TIMEOUT_S, took
     else:
-        died = how == "die" and isinstance(raised, ConnectionError)
+        died = how in ("die", "leave") and isinstance(raised, ConnectionError)
         assert isinstance(raised, TimeoutError) or died, repr(raised)
         assert f"of 3: {phase}" in str(raised), raised
         assert f"rank {VICTIM}" in str(raised), raised
         assert took < TIMEOUT_S + 2, took
+        if how == "leave":
+            assert died, repr(raised)  # heard of, not waited for
     broken = None
     with contextlib.suppress(RuntimeError):
         a2a.dispatch(*mistakes.good_call())
