@@ -211,7 +211,7 @@ def test_run_local_leaves_a_hanging_rank_behind(monkeypatch):
 def test_run_local_needs_a_rank():
     with pytest.raises(ValueError, match="num_ranks: expected at least 1, got 0"):
         transport.run_local(0, lambda t: None)
-    with pytest.raises(ValueError, match="timeout_s: expected seconds above 0, got 0"):
+    with pytest.raises(ValueError, match="timeout_s: expected more than 0 seconds, got 0"):
         transport.run_local(1, lambda t: None, timeout_s=0)
 
 

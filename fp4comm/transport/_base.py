@@ -23,7 +23,7 @@ TOLD_ERRORS: dict[str, type[Exception]] = {
     "ValueError": ValueError,
 }
 MAX_TOLD_BYTES = 2000
-CLOSED = "closed"  # instead of an error's kind: the rank has only closed its transport
+ENDED = "ended"  # instead of an error's kind: the rank's process ends without one
 SAME_ORDER = "(all ranks must make the same calls in the same order)"
 MAX_TIMEOUT_S = 1e8  # what operating systems take; three years
 
@@ -282,7 +282,10 @@ class BaseTransport:
         """Close; if an error leaves the block, tell the peers first, who would wait for it."""
         if error is not None and not isinstance(error, (SystemExit, GeneratorExit)):
             self.abort(f"{type(error).__name__}: {error}")
-        self.close()
+        if isinstance(error, SystemExit):
+            self._leave()
+        else:
+            self.close()
 
     def _run(
         self, kind: str, sends: list[Rows], to: list[int], recvs: list[Rows], came: list[int]
@@ -332,6 +335,10 @@ class BaseTransport:
 
     def _release(self) -> None:
         raise NotImplementedError
+
+    def _leave(self) -> None:
+        """Let go because the process ends."""
+        self.close()
 
 
 def encode_told(kind: str, text: str) -> bytes:

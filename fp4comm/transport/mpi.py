@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fp4comm.transport._base import (
-    CLOSED,
+    ENDED,
     MAX_TOLD_BYTES,
     SAME_ORDER,
     BaseTransport,
@@ -31,10 +31,11 @@ from fp4comm.transport._base import (
     splits_disagreement,
 )
 
-TOLD_TAG = 0  # a peer tells of its failure, or that it has closed
+TOLD_TAG = 0  # a peer tells of its failure, or that its process ends
 TAG_LABELS = 512  # a tag is the call's number and one of these: 1 for counts, else by label
 NUM_SPINS = 2000  # polls in vain that only yield the core; ranks may share it
 SLEEP_S = 50e-6  # between polls after that
+GRACE_S = 0.5  # for receipts of a peer that has ended
 
 
 def import_mpi() -> Any:
@@ -89,7 +90,7 @@ class MpiTransport(BaseTransport):
         self._unfinished = False  # a call failed with messages under way
         largest_tag = min(self._mpi.COMM_WORLD.Get_attr(self._mpi.TAG_UB), 2**30)
         self._num_tags = largest_tag // TAG_LABELS - 1
-        self._closed_peers: set[int] = set()
+        self._ended_peers: dict[int, float] = {}  # when heard of
         atexit.register(self._at_exit)
         self._comm = self._duplicate(comm)
 
@@ -171,7 +172,7 @@ class MpiTransport(BaseTransport):
             if not flight.missing and self._mpi.Request.Testall(flight.requests):
                 return
             num_idle += 1
-            if self._closed_peers:
+            if self._ended_peers:
                 self._raise_if_lost(flight)
             if num_idle > NUM_SPINS:
                 if flight.call.remaining_s() <= 0:
@@ -259,27 +260,38 @@ class MpiTransport(BaseTransport):
         return next((peer for request, peer in pairs if not request.Test()), self.rank)
 
     def _hear(self, message: Message) -> None:
-        """Note that a peer has closed; raise what a failing one tells."""
+        """Note that a peer ends; raise what a failing one tells."""
         data = bytearray(min(message.num_bytes, MAX_TOLD_BYTES))
         message.message.Recv([data, self._mpi.BYTE])
         kind, text = decode_told(bytes(data))
-        if kind != CLOSED:
+        if kind != ENDED:
             raise self._stopped_by(message.source, kind, text)
-        self._closed_peers.add(message.source)
+        self._ended_peers[message.source] = time.monotonic()
 
     def _raise_if_lost(self, flight: Flight) -> None:
-        """Raise if a peer that has closed is still waited for: all that it sent has come."""
+        """Raise if a peer that has ended is still waited for.
+
+        What it sent comes before the news of its end; that it has received may be known later.
+        """
         waiting = set(flight.missing)
         for request, peer in zip(flight.requests, flight.peers, strict=True):
-            if peer in self._closed_peers and not request.Test():
+            heard = self._ended_peers.get(peer)
+            if heard is not None and time.monotonic() > heard + GRACE_S and not request.Test():
                 waiting.add(peer)
-        for peer in sorted(waiting & self._closed_peers):
-            raise flight.call.lost(peer, "it closed its transport, or ended")
+        for peer in sorted(waiting & self._ended_peers.keys()):
+            raise flight.call.lost(peer, "it has ended")
 
-    def _say_closed(self) -> None:
-        """Tell the peers, none of which need listen, that no more comes from this rank."""
+    def _leave(self) -> None:
+        """Leave the communicator open: `_at_exit` tells the peers over it."""
+
+    def _say_ended(self) -> None:
+        """Tell the peers, none of which need listen, that this process ends.
+
+        Not when a transport is closed: its communicator's number may be used again, and a message
+        that nobody took would be found there.
+        """
         with contextlib.suppress(Exception):
-            self._tell_peers(CLOSED, "")
+            self._tell_peers(ENDED, "")
 
     def _tell_peers(self, kind: str, text: str) -> None:
         data = encode_told(kind, text)
@@ -292,7 +304,6 @@ class MpiTransport(BaseTransport):
         # After a failure peers may still send to this communicator, and so its number must not be
         # given to another one.
         if self._broken is None and not self._mpi.Is_finalized():
-            self._say_closed()
             self._comm.Free()
             atexit.unregister(self._at_exit)
 
@@ -309,7 +320,7 @@ class MpiTransport(BaseTransport):
             sys.stderr.flush()
             self._mpi.COMM_WORLD.Abort(1)
         if self._broken is None and not self._closed and not self._mpi.Is_finalized():
-            self._say_closed()
+            self._say_ended()
 
 
 def _tag_of_label(shape: CallShape) -> int:

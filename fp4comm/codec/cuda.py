@@ -1,0 +1,466 @@
+"""The CUDA codec: each function allocates its outputs and launches a kernel of ``cuda/``.
+
+Launches go to torch's current stream of the tensors' device, and nothing waits for them.  Tensors
+are contiguous and on one device; callers have checked them.  The functions are those of `cpu.py`
+and mean the same; shapes and meaning of a kernel's arguments stand in its file.
+
+A plan or layout may still be on the CPU: what a kernel reads of it is copied then.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import torch
+
+from fp4comm.codec import source
+from fp4comm.formats import FORMATS, FP8_BLOCK, TILE_ROWS, WireFormat
+from fp4comm.routing import ExpertLayout, RoutePlan
+
+INPUTS = {
+    torch.bfloat16: "INPUT_BF16",
+    torch.float32: "INPUT_F32",
+    torch.float8_e4m3fn: "INPUT_E4M3",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """How a kernel spreads its work over threads.
+
+    Attributes:
+        piece: elements of a row that a thread takes at a time.
+        unroll: rows of a thread.
+        threads: of a thread block, about.
+        max_lanes: threads along one row.
+        ahead: rows that a reduce loads before it adds the first.
+        max_registers: of a thread; 0 leaves them to the compiler.
+    """
+
+    piece: int
+    unroll: int = 1
+    threads: int = 128
+    max_lanes: int = 512
+    ahead: int = 4
+    max_registers: int = 0
+
+    def options(self) -> source.Options:
+        """What the kernel's compiler must know of it."""
+        limit = (f"--maxrregcount={self.max_registers}",) if self.max_registers else ()
+        names = {"PIECE": self.piece, "UNROLL": self.unroll, "AHEAD": self.ahead}
+        return *limit, *(f"-D{name}={value}" for name, value in names.items())
+
+
+SHAPES = {
+    "quantize_rows": Shape(32, threads=256, max_lanes=256),
+    "quantize_rows from E4M3": Shape(32, unroll=2, max_lanes=256),
+    "to_fp8_rows": Shape(32, max_lanes=256),
+    "to_fp8_rows by column": Shape(32, unroll=2),
+    "to_bf16_rows": Shape(16, max_lanes=256),
+    "dequantize": Shape(8, max_lanes=256),
+    "weighted_reduce": Shape(16, max_lanes=256, ahead=2),
+    "final_reduce": Shape(16, max_lanes=256),
+}
+
+BLOCK_ROWS = 32  # of a thread block that writes scales by column; cuda/to_fp8_rows.cu
+PADDING_BLOCKS = 16  # thread blocks an expert that zero its padding; cuda/rows.cuh
+COLUMN_LANES, COLUMN_GROUP = 8, 4  # cuda/to_fp8_columns.cu
+MIN_BLOCKS = {"mxfp4": 5}  # thread blocks a multiprocessor, there; 3 for other wires
+ALIGNMENT = 16  # bytes, of the widest access
+CHUNKS = object()  # stands for the argument that `_launch_rows` knows
+
+
+@dataclasses.dataclass(frozen=True)
+class DeviceLayout:
+    """What kernels read of an `ExpertLayout`, on the device.  Takes its place as an argument.
+
+    Attributes:
+        num_expert_rows: M.
+        slot_rows: ``[n, K]`` int32.
+        weights: ``[n, K]`` float32 or None.
+        padding: ``[2, local experts]`` int64, first padding row and the row behind the last.
+        row_source: ``[M]`` int32, wire row of each live expert row; others are not set.
+        tiles: ``[2 * tiles + 1]`` int64: first row of each tile, M, live rows of each tile.
+    """
+
+    num_expert_rows: int
+    slot_rows: torch.Tensor
+    weights: torch.Tensor | None
+    padding: torch.Tensor
+    row_source: torch.Tensor
+    tiles: torch.Tensor
+
+
+def on_device(layout: ExpertLayout | DeviceLayout, device: torch.device) -> DeviceLayout:
+    """Copy what kernels read of a layout to the device; callers keep it to save the copies."""
+    if isinstance(layout, DeviceLayout):
+        return layout
+    offsets, live = layout.expert_offsets_array, np.array(layout.num_rows_list, np.int64)
+    padding = np.stack([offsets[:-1] + live, offsets[1:]])
+    slot_rows = _on(device, layout.slot_rows)
+    return DeviceLayout(
+        layout.num_expert_rows,
+        slot_rows,
+        None if layout.weights is None else _on(device, layout.weights),
+        _on(device, torch.from_numpy(padding)),
+        _row_source(slot_rows, layout.num_expert_rows),
+        _on(device, torch.from_numpy(_tiles(live, offsets))),
+    )
+
+
+def quantize_rows(
+    x: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
+    wire: WireFormat,
+    plan: RoutePlan | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Quantize each row once and write it to each of its wire rows.  See `cpu.quantize_rows`."""
+    codes, *x_scales = x if isinstance(x, tuple) else (x,)
+    num_tokens, hidden = codes.shape
+    device = codes.device
+    num_rows = num_tokens if plan is None else len(plan.places)
+    payload, scales = empty_rows(num_rows, wire, hidden, device)
+    _launch_rows(
+        "quantize_rows",
+        wire_options(wire, INPUT=INPUTS[codes.dtype], SCATTER=0 if plan is None else 1),
+        (num_tokens, hidden),
+        codes,
+        x_scales[0] if x_scales else None,
+        None if plan is None else _on(device, plan.place_offsets),
+        None if plan is None else _on(device, plan.places),
+        payload,
+        scales,
+        np.int64(num_tokens),
+        np.int32(hidden),
+        CHUNKS,
+        np.int32(wire.scale_round),
+    )
+    return payload, scales
+
+
+def empty_rows(
+    num_rows: int, wire: WireFormat, hidden: int, device: torch.device | str = "cuda"
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Allocate wire rows: payload and scales."""
+    return (
+        torch.empty((num_rows, wire.payload_bytes(hidden)), dtype=torch.uint8, device=device),
+        torch.empty((num_rows, wire.scale_bytes(hidden)), dtype=torch.uint8, device=device),
+    )
+
+
+def to_fp8_rows(
+    payload: torch.Tensor,
+    scales: torch.Tensor,
+    wire: WireFormat,
+    hidden: int,
+    layout: ExpertLayout | DeviceLayout | None = None,
+    scale_layout: str = "row",
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Convert wire rows to FP8 rows.  See `cpu.to_fp8_rows`."""
+    device, num_rows = payload.device, payload.shape[0]
+    num_out = num_rows if layout is None else layout.num_expert_rows
+    groups = -(-hidden // FP8_BLOCK)
+    out = torch.empty((num_out, hidden), dtype=torch.uint8, device=device)
+    by_column = scale_layout == "column"
+    shape = (groups, num_out) if by_column else (num_out, groups)
+    out_scales = torch.empty(shape, dtype=torch.float32, device=device)
+    row_stride, group_stride = (1, num_out) if by_column else (groups, 1)
+    slot_rows, padding, num_slots, num_experts = _slots(layout, device)
+    _launch_rows(
+        "to_fp8_rows",
+        wire_options(wire, COLUMN_SCALES=int(by_column)),
+        (num_rows, hidden, num_experts),
+        payload,
+        scales,
+        slot_rows,
+        *padding,
+        out,
+        out_scales,
+        np.int64(num_rows),
+        np.int32(num_slots),
+        np.int32(num_experts),
+        np.int32(hidden),
+        CHUNKS,
+        np.int64(row_stride),
+        np.int64(group_stride),
+    )
+    codes = out.view(torch.float8_e4m3fn)
+    return codes, out_scales.t() if by_column else out_scales
+
+
+def to_bf16_rows(
+    payload: torch.Tensor,
+    scales: torch.Tensor,
+    wire: WireFormat,
+    hidden: int,
+    layout: ExpertLayout | DeviceLayout | None = None,
+) -> torch.Tensor:
+    """Convert wire rows to bfloat16 rows.  See `cpu.to_bf16_rows`."""
+    device, num_rows = payload.device, payload.shape[0]
+    num_out = num_rows if layout is None else layout.num_expert_rows
+    out = torch.empty((num_out, hidden), dtype=torch.bfloat16, device=device)
+    slot_rows, padding, num_slots, num_experts = _slots(layout, device)
+    _launch_rows(
+        "to_bf16_rows",
+        wire_options(wire),
+        (num_rows, hidden, num_experts),
+        payload,
+        scales,
+        slot_rows,
+        *padding,
+        out,
+        np.int64(num_rows),
+        np.int32(num_slots),
+        np.int32(num_experts),
+        np.int32(hidden),
+        CHUNKS,
+    )
+    return out
+
+
+def dequantize(
+    payload: torch.Tensor, scales: torch.Tensor, wire: WireFormat, hidden: int
+) -> torch.Tensor:
+    """Convert wire rows to ``[n, hidden]`` float32."""
+    device, num_rows = payload.device, payload.shape[0]
+    out = torch.empty((num_rows, hidden), dtype=torch.float32, device=device)
+    _launch_rows(
+        "dequantize",
+        wire_options(wire),
+        (num_rows, hidden),
+        payload,
+        scales,
+        out,
+        np.int64(num_rows),
+        np.int32(hidden),
+        CHUNKS,
+    )
+    return out
+
+
+def to_fp8_columns(
+    payload: torch.Tensor,
+    scales: torch.Tensor,
+    wire: WireFormat,
+    hidden: int,
+    layout: ExpertLayout | DeviceLayout | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Convert wire rows to FP8 columns.  See `cpu.to_fp8_columns`."""
+    device, num_rows = payload.device, payload.shape[0]
+    if layout is None:
+        num_out, sources = num_rows, None
+        offsets = np.array([0, num_rows], np.int64)
+        tiles = _on(device, torch.from_numpy(_tiles(offsets[1:], offsets)))
+    else:
+        tables = on_device(layout, device)
+        num_out, sources, tiles = tables.num_expert_rows, tables.row_source, tables.tiles
+    num_tiles = len(tiles) // 2
+    out = torch.empty((hidden, num_out), dtype=torch.uint8, device=device)
+    out_scales = torch.empty((num_tiles, hidden), dtype=torch.float32, device=device)
+    columns = COLUMN_LANES * (8 if wire.name == "bf16" else 32)  # of a thread block
+    column_blocks = -(-hidden // columns)
+    _launch(
+        "to_fp8_columns",
+        _column_options(wire),
+        num_tiles * column_blocks,
+        (COLUMN_LANES * TILE_ROWS // 4, 1),
+        payload,
+        scales,
+        sources,
+        tiles,
+        tiles[num_tiles + 1 :],
+        out,
+        out_scales,
+        np.int64(num_out),
+        np.int32(hidden),
+        np.uint32(num_tiles),
+        np.uint32(column_blocks),
+    )
+    return out.view(torch.float8_e4m3fn), out_scales
+
+
+def weighted_reduce(
+    expert_out: torch.Tensor,
+    layout: ExpertLayout | DeviceLayout,
+    wire: WireFormat,
+    *,
+    weighted: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sum the expert outputs of each wire row and pack the sums.  See `cpu.weighted_reduce`."""
+    hidden, device = expert_out.shape[1], expert_out.device
+    num_rows, num_slots = layout.slot_rows.shape
+    payload, scales = empty_rows(num_rows, wire, hidden, device)
+    weights = layout.weights if weighted else None
+    _launch_rows(
+        "weighted_reduce",
+        wire_options(wire),
+        (num_rows, hidden),
+        expert_out,
+        _on(device, layout.slot_rows),
+        None if weights is None else _on(device, weights),
+        payload,
+        scales,
+        np.int64(num_rows),
+        np.int32(num_slots),
+        np.int32(hidden),
+        CHUNKS,
+        np.int32(wire.scale_round),
+    )
+    return payload, scales
+
+
+def final_reduce(
+    payload: torch.Tensor, scales: torch.Tensor, wire: WireFormat, hidden: int, plan: RoutePlan
+) -> torch.Tensor:
+    """Sum each token's wire rows by ascending rank.  See `cpu.final_reduce`."""
+    device = payload.device
+    out = torch.empty((plan.num_tokens, hidden), dtype=torch.bfloat16, device=device)
+    _launch_rows(
+        "final_reduce",
+        wire_options(wire),
+        (plan.num_tokens, hidden),
+        payload,
+        scales,
+        _on(device, plan.place_offsets),
+        _on(device, plan.places),
+        out,
+        np.int64(plan.num_tokens),
+        np.int32(hidden),
+        CHUNKS,
+    )
+    return out
+
+
+def wire_options(wire: WireFormat, **more: str | int) -> source.Options:
+    """Options of a kernel's compiler: the wire format, and what else the kernel wants to know."""
+    names = {"WIRE": f"WIRE_{wire.name.upper()}", "CLIPS": int(wire.scale_rule == "floor"), **more}
+    return tuple(f"-D{name}={value}" for name, value in names.items())
+
+
+def _shape(name: str, options: source.Options) -> Shape:
+    """The shape of a kernel compiled with these options."""
+    if "-DCOLUMN_SCALES=1" in options:
+        return SHAPES["to_fp8_rows by column"]
+    if "-DINPUT=INPUT_E4M3" in options:
+        return SHAPES["quantize_rows from E4M3"]
+    return SHAPES[name]
+
+
+def variants() -> list[tuple[str, source.Options]]:
+    """Every kernel with every set of options that it is launched with."""
+    found: dict[tuple[str, source.Options], None] = {("row_source", ()): None}
+
+    def add(name: str, wire: WireFormat, **more: str | int) -> None:
+        options = wire_options(wire, **more)
+        found[name, (*options, *_shape(name, options).options())] = None
+
+    for wire_format in FORMATS.values():
+        for rule in wire_format.scale_rules or (None,):
+            wire = WireFormat(wire_format.name, rule)
+            for scatter in (0, 1):
+                for x in INPUTS.values():
+                    add("quantize_rows", wire, INPUT=x, SCATTER=scatter)
+            for by_column in (0, 1):
+                add("to_fp8_rows", wire, COLUMN_SCALES=by_column)
+            for name in ("to_bf16_rows", "dequantize", "weighted_reduce", "final_reduce"):
+                add(name, wire)
+            found["to_fp8_columns", _column_options(wire)] = None
+    return list(found)
+
+
+def _column_options(wire: WireFormat) -> source.Options:
+    blocks = MIN_BLOCKS.get(wire.name, 3)
+    return wire_options(wire, LANES=COLUMN_LANES, COLUMN_GROUP=COLUMN_GROUP, MIN_BLOCKS=blocks)
+
+
+def _launch_rows(
+    name: str, options: source.Options, work: tuple[int, ...], *args: torch.Tensor | Any
+) -> None:
+    """Launch a kernel that works on rows in pieces.
+
+    Args:
+        name: of the kernel.
+        options: of its compiler, without those of its `Shape`.
+        work: rows, hidden, and experts with padding if the kernel zeroes that.
+        args: the kernel's; the first is a tensor.
+
+    Example: 7168 elements in pieces of 32 are 224 pieces: a thread block has 7 warps, one row.
+    """
+    num_rows, hidden, *num_experts = work
+    if num_rows == 0:
+        return
+    by_column = "-DCOLUMN_SCALES=1" in options
+    shape = _shape(name, options)
+    num_pieces = hidden // shape.piece
+    if by_column:
+        lanes, rows = 32, BLOCK_ROWS // shape.unroll
+    else:
+        chunks = -(-num_pieces // shape.max_lanes)
+        lanes = -(-num_pieces // (32 * chunks)) * 32  # whole warps a row
+        rows = max(1, shape.threads // lanes)
+    chunks = -(-num_pieces // lanes)
+    grid = -(-num_rows // (rows * shape.unroll)) * chunks + sum(num_experts) * PADDING_BLOCKS
+    values = [np.int32(chunks) if arg is CHUNKS else arg for arg in args]
+    _launch(name, (*options, *shape.options()), grid, (lanes, rows), *values)
+
+
+def _launch(
+    name: str, options: source.Options, grid: int, block: tuple[int, int], *args: Any
+) -> None:
+    """Launch on torch's current stream of the first argument's device, unless the grid is empty."""
+    if grid == 0:
+        return
+    device = args[0].device.index
+    function = source.kernel(name, device, options)
+    # Copies of views that start between the addresses of a wide access live until the launch.
+    aligned = [_aligned(arg) if isinstance(arg, torch.Tensor) else arg for arg in args]
+    values = tuple(_value(arg) for arg in aligned)
+    function((grid,), block, values, torch.cuda.current_stream(device).cuda_stream)
+
+
+def _value(arg: Any) -> Any:
+    """A kernel argument, of the width that the kernel declares."""
+    if isinstance(arg, torch.Tensor):
+        return np.uint64(arg.data_ptr())
+    return np.uint64(0) if arg is None else arg
+
+
+def _aligned(tensor: torch.Tensor) -> torch.Tensor:
+    is_index = tensor.dtype in (torch.int32, torch.int64)  # read one by one
+    return tensor if is_index or tensor.data_ptr() % ALIGNMENT == 0 else tensor.clone()
+
+
+def _slots(
+    layout: ExpertLayout | DeviceLayout | None, device: torch.device
+) -> tuple[torch.Tensor | None, tuple[torch.Tensor | None, torch.Tensor | None], int, int]:
+    """Slots, first padding row of each expert, the row behind its last; slots, experts."""
+    if layout is None:
+        return None, (None, None), 1, 0
+    tables = on_device(layout, device)
+    first, last = tables.padding
+    return tables.slot_rows, (first, last), tables.slot_rows.shape[1], len(first)
+
+
+def _row_source(slot_rows: torch.Tensor, num_expert_rows: int) -> torch.Tensor:
+    num_rows, num_slots = slot_rows.shape
+    sources = torch.empty(num_expert_rows, dtype=torch.int32, device=slot_rows.device)
+    grid = -(-num_rows * num_slots // 256)
+    args = slot_rows, sources, np.int64(num_rows), np.int32(num_slots)
+    _launch("row_source", (), grid, (256, 1), *args)
+    return sources
+
+
+def _tiles(live: np.ndarray, offsets: np.ndarray) -> np.ndarray:
+    """First expert row of each tile, the end of the last one, then live rows of each tile."""
+    tiles = -(-live // TILE_ROWS)
+    expert = np.repeat(np.arange(len(live)), tiles)
+    idx = np.arange(len(expert)) - np.repeat(np.cumsum(tiles) - tiles, tiles)
+    starts = offsets[expert] + idx * TILE_ROWS
+    rows = np.minimum(live[expert] - idx * TILE_ROWS, TILE_ROWS)
+    return np.concatenate([starts, offsets[-1:], rows]).astype(np.int64)
+
+
+def _on(device: torch.device, tensor: torch.Tensor) -> torch.Tensor:
+    """Copy a tensor to the device if it is not there, ordered on the current stream."""
+    return tensor.to(device, non_blocking=True)

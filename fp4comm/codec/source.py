@@ -1,0 +1,213 @@
+"""Find the kernels in ``cuda/``, compile them at first use and load them on a device.
+
+Compiled through `cupy.cuda.nvrtc` with our own options, to a cubin in our own disk cache.  CuPy's
+RawKernel would add ``-ftz=true``, which loses subnormals, and its cache does not see an edited
+header.  Compiling needs no GPU.
+"""
+
+from __future__ import annotations
+
+import atexit
+import hashlib
+import importlib
+import os
+import re
+import tempfile
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+HERE = Path(__file__).resolve().parent.parent
+OPTIONS = ("-std=c++17", "-ftz=false", "-fmad=false", "-prec-div=true", "-prec-sqrt=true")
+
+Options = tuple[str, ...]  # of the compiler, beside our own
+Launch = Callable[..., None]  # (grid, block, args, stream's pointer)
+
+_lock = threading.Lock()
+_loaded: dict[tuple[int, str, Options], Launch] = {}
+atexit.register(_loaded.clear)  # modules cannot be unloaded any more when CuPy is gone
+
+
+def folder() -> Path:
+    """Where the kernels are: beside the package when installed, else in the checkout.
+
+    Raises:
+        RuntimeError: in neither place.
+    """
+    places = HERE / "cuda", HERE.parent / "cuda"
+    for place in places:
+        if (place / "bits.cuh").exists():
+            return place
+    raise RuntimeError(f"kernels: expected in {places[0]} or {places[1]}, got neither")
+
+
+def cupy() -> Any:
+    """Import CuPy.
+
+    Raises:
+        RuntimeError: it is not installed, or not for this machine.
+    """
+    try:
+        return importlib.import_module("cupy")
+    except ImportError as error:
+        raise RuntimeError(
+            f"CUDA codec: needs CuPy ({error}); pip install 'fp4comm[{_extra()}]'"
+        ) from error
+
+
+def _extra() -> str:
+    """The extra that brings CuPy for torch's CUDA."""
+    version = torch.version.cuda
+    return f"cuda{version.split('.')[0]}" if version else "cuda12"
+
+
+def missing() -> str | None:
+    """What the CUDA codec lacks here, or None if it can run."""
+    if torch.version.cuda is None:
+        return "needs a torch built for CUDA"
+    if not torch.cuda.is_available():
+        return "needs an NVIDIA GPU and its driver"
+    try:
+        _check_driver(cupy())
+        folder()
+    except RuntimeError as error:
+        return str(error)
+    return None
+
+
+def _check_driver(cp: Any) -> None:
+    """A cubin of a newer CUDA than the driver's does not load."""
+    compiler, _ = cp.cuda.nvrtc.getVersion()
+    driver = cp.cuda.runtime.driverGetVersion()
+    if driver // 1000 < compiler:
+        raise RuntimeError(
+            f"CUDA codec: expected a driver for CUDA {compiler} as the compiler (NVRTC), got one"
+            f" for {driver // 1000}.{driver % 1000 // 10}; update the driver or install"
+            f" 'fp4comm[cuda{driver // 1000}]'"
+        )
+
+
+def kernel(name: str, device: int, options: Options = ()) -> Launch:
+    """Load ``cuda/<name>.cu`` on a device, compiled for it.
+
+    Args:
+        name: stem of the file and name of its kernel.
+        device: its number.
+        options: of the compiler, such as ``-DWIRE=WIRE_MXFP4``.
+
+    Returns:
+        a function of (grid, block, args, pointer of the stream) that launches it.
+
+    Raises:
+        RuntimeError: no CuPy, or a driver older than the compiler.
+    """
+    key = device, name, options
+    found = _loaded.get(key)
+    if found is None:
+        with _lock:
+            if key not in _loaded:
+                _loaded[key] = _load(name, device, options)
+            found = _loaded[key]
+    return found
+
+
+def _load(name: str, device: int, options: Options) -> Launch:
+    cp = cupy()
+    _check_driver(cp)
+    with cp.cuda.Device(device) as current:
+        path = compile_to_file(name, f"sm_{current.compute_capability}", options)
+        module = cp.cuda.Module()
+        module.load_file(str(path))
+        function = module.get_function(name)
+        streams: dict[int, Any] = {}
+
+    def launch(grid: tuple[int, ...], block: tuple[int, ...], args: Any, stream: int) -> None:
+        if stream not in streams:
+            streams[stream] = cp.cuda.ExternalStream(stream, device)
+        with cp.cuda.Device(device):
+            function(grid, block, args, stream=streams[stream])
+
+    return launch
+
+
+def compile_to_file(name: str, arch: str, options: Options = ()) -> Path:
+    """Compile a kernel for an architecture such as ``sm_90``, unless the cache has it.
+
+    Returns:
+        the cubin.
+
+    Raises:
+        RuntimeError: the compiler's log, with what it was asked to compile.
+    """
+    headers = _headers(name)
+    source = headers.pop(f"{name}.cu")
+    every = [*OPTIONS, f"--gpu-architecture={arch}", *options]
+    version = cupy().cuda.nvrtc.getVersion()
+    parts = [name, source, *(part for item in sorted(headers.items()) for part in item)]
+    key = hashlib.sha256("\0".join([*parts, *every, repr(version)]).encode()).hexdigest()
+    path = _cache_folder() / f"{name}-{arch}-{key[:32]}.cubin"
+    if not path.exists():
+        _write(path, _compile(name, source, headers, every))
+    return path
+
+
+def _headers(name: str) -> dict[str, str]:
+    """The text of a kernel and of every header it includes, by file name."""
+    place = folder()
+    texts: dict[str, str] = {}
+    todo = [f"{name}.cu"]
+    while todo:
+        file = todo.pop()
+        if file not in texts:
+            texts[file] = (place / file).read_text()
+            todo += re.findall(r'^#include "([^"]+)"', texts[file], re.MULTILINE)
+    return texts
+
+
+def _compile(name: str, source: str, headers: dict[str, str], options: list[str]) -> bytes:
+    nvrtc = cupy().cuda.nvrtc
+    texts, names = [t.encode() for t in headers.values()], [n.encode() for n in headers]
+    program = nvrtc.createProgram(source, f"{name}.cu", texts, names)
+    try:
+        nvrtc.compileProgram(program, options)
+        return bytes(nvrtc.getCUBIN(program))
+    except nvrtc.NVRTCError as error:
+        log = nvrtc.getProgramLog(program)
+        raise RuntimeError(f"cuda/{name}.cu: {error} with {' '.join(options)}\n{log}") from error
+    finally:
+        nvrtc.destroyProgram(program)
+
+
+def _cache_folder() -> Path:
+    """A folder for cubins: the user's cache, or a new temporary one where that is not writable."""
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    place = Path(base) / "fp4comm"
+    try:
+        place.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        return _temporary_folder()
+    return place if os.access(place, os.W_OK) else _temporary_folder()
+
+
+_temporary: list[Path] = []
+
+
+def _temporary_folder() -> Path:
+    if not _temporary:
+        _temporary.append(Path(tempfile.mkdtemp(prefix="fp4comm-")))
+    return _temporary[0]
+
+
+def _write(path: Path, content: bytes) -> None:
+    """Write a file that appears whole: several processes may compile the same kernel."""
+    handle, part = tempfile.mkstemp(dir=path.parent, prefix=path.stem)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(content)
+        os.replace(part, path)
+    except BaseException:
+        os.unlink(part)
+        raise
