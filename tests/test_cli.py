@@ -140,7 +140,7 @@ BAD = [
     (["--skew", "-2"], "skew: expected"),
     (["--ranks", "0"], "num_ranks: expected at least 1"),
     (["--data", "nothing"], "data: expected a safetensors file, got nothing"),
-    (["--timeout-s", "0"], "timeout_s: expected seconds above 0, got 0.0"),
+    (["--timeout-s", "0"], "timeout_s: expected more than 0 seconds, got 0.0"),
     (["--transport", "torch"], "RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT set; use torchrun"),
 ]
 
