@@ -60,7 +60,6 @@ FP8_ROUND = WireFormat("fp8").scale_round  # BF16 is quantized so on arrival
 # 6 * 2**(6 - 19) are below half of 2**-9.
 MAX_GAP = 19
 
-SUM_COLUMNS = 2048  # of a row that are summed at a time: the float32 sums stay in the L1 cache
 MAX_STRIP = 2048  # columns of a tile that are converted at a time: 256 KiB
 
 # Scale bytes up to these: an element without implicit bit can have a code other than 0.
@@ -752,14 +751,29 @@ def to_fp8_columns(
 
 
 @jit
-def add_bf16_row(total, row, weight, weighted):
+def add_bf16_row(total, row, weight):
     """Add weight * row of BF16 bit patterns (int16): product and sum rounded separately."""
-    if weighted:
-        for i in range(total.shape[0]):
-            total[i] = total[i] + weight * f32_from_bf16(row[i])
-    else:
-        for i in range(total.shape[0]):
-            total[i] = total[i] + f32_from_bf16(row[i])
+    for i in range(total.shape[0]):
+        total[i] = total[i] + weight * f32_from_bf16(row[i])
+
+
+@jit
+def add_two_bf16_rows(total, row, weight, next_row, next_weight):
+    """Add one row, then the next, in one pass over the sums."""
+    for i in range(total.shape[0]):
+        first = total[i] + weight * f32_from_bf16(row[i])
+        total[i] = first + next_weight * f32_from_bf16(next_row[i])
+
+
+@jit
+def sum_bf16_rows(total, rows, places, weights):
+    """Set total to the sum of weights * rows[places], in that order, from +0."""
+    total[:] = 0.0
+    for p in range(0, places.shape[0] - 1, 2):
+        row, next_row = rows[places[p]], rows[places[p + 1]]
+        add_two_bf16_rows(total, row, weights[p], next_row, weights[p + 1])
+    if places.shape[0] % 2:
+        add_bf16_row(total, rows[places[-1]], weights[places.shape[0] - 1])
 
 
 @jit
@@ -768,27 +782,19 @@ def weighted_reduce(
 ):
     """Sum the expert outputs of each wire row.  See `cpu.weighted_reduce`."""
     total = np.empty(expert_out.shape[1], np.float32)
+    own_rows = np.empty(slot_rows.shape[1], np.int32)
+    own_weights = np.ones(slot_rows.shape[1], np.float32)
     weighted = weights.shape[0] > 0
     for r in range(first, last):
-        total[:] = 0.0
-        for column in range(0, total.shape[0], SUM_COLUMNS):
-            stop = min(column + SUM_COLUMNS, total.shape[0])
-            for k in range(slot_rows.shape[1]):
-                if slot_rows[r, k] >= 0:
-                    row = expert_out[slot_rows[r, k], column:stop]
-                    weight = weights[r, k] if weighted else np.float32(1.0)
-                    add_bf16_row(total[column:stop], row, weight, weighted)
+        num_own = 0
+        for k in range(slot_rows.shape[1]):
+            if slot_rows[r, k] >= 0:
+                own_rows[num_own] = slot_rows[r, k]
+                if weighted:
+                    own_weights[num_own] = weights[r, k]
+                num_own += 1
+        sum_bf16_rows(total, expert_out, own_rows[:num_own], own_weights)
         encode_row(kind, block, scale_round, total, payload[r], scales[r])
-
-
-@jit
-def sum_bf16_rows(total, payload, places):
-    """Add BF16 wire rows in the order of places."""
-    for column in range(0, total.shape[0], SUM_COLUMNS):
-        stop = min(column + SUM_COLUMNS, total.shape[0])
-        for p in range(places.shape[0]):
-            row = payload[places[p]].view(np.int16)[column:stop]
-            add_bf16_row(total[column:stop], row, np.float32(1.0), False)
 
 
 @jit
@@ -797,11 +803,11 @@ def final_reduce(first, last, kind, block, payload, scales, place_offsets, place
     total = np.empty(out.shape[1], np.float32)
     values = np.empty(out.shape[1], np.float32)
     for t in range(first, last):
-        total[:] = 0.0
         own = places[place_offsets[t] : place_offsets[t + 1]]
         if kind == BFLOAT16_ROWS:
-            sum_bf16_rows(total, payload, own)
+            sum_bf16_rows(total, payload.view(np.int16), own, np.ones(own.shape[0], np.float32))
         else:
+            total[:] = 0.0
             for p in range(own.shape[0]):
                 decode_row(kind, block, payload[own[p]], scales[own[p]], values)
                 for i in range(total.shape[0]):
