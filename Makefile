@@ -18,6 +18,7 @@ MPIRUN := OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 \
 .PHONY: demo test lint venv clean
 
 demo: $(VENV)/installed
+	@test "$(RANKS)" -ge 1 || { echo 'RANKS: expected at least 1, got $(RANKS)' >&2; exit 2; }
 	$(MPIRUN) -n $(RANKS) $(BIN)/fp4comm demo $(ARGS)
 
 test: $(VENV)/installed-test

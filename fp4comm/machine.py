@@ -93,10 +93,15 @@ def mpi_library() -> str | None:
 
 
 def git() -> dict[str, Any] | None:
-    """Commit of the checkout that this package is used from, if it is one."""
+    """Commit of the checkout that this package is used from, if it is one.
+
+    It is dirty if a tracked file differs, other than results of measurements.
+    """
     if not (CHECKOUT / ".git").exists():
         return None
-    commit, changes = _git("rev-parse", "HEAD"), _git("status", "--porcelain")
+    commit = _git("rev-parse", "HEAD")
+    where = ("--", ".", ":!benchmarks/results")
+    changes = _git("status", "--porcelain", "--untracked-files=no", *where)
     return {"commit": commit, "dirty": None if changes is None else changes != ""}
 
 

@@ -1,6 +1,8 @@
 """The README's example runs as written, on real ranks."""
 
 import re
+import subprocess
+import sys
 
 import ranks
 
@@ -11,3 +13,11 @@ def test_the_example_runs_under_mpirun(tmp_path):
     shape = "assert y.shape == (256, 1024) and codes.shape == (256, 1024), (y.shape, codes.shape)\n"
     script.write_text("\n".join(blocks) + shape)
     ranks.passed(ranks.mpirun(2, script))
+
+
+def test_import_from_the_folder_above_the_checkout():
+    """The checkout's own folder, if it is called fp4comm, must not be taken for the package."""
+    code = "import fp4comm; print(fp4comm.AllToAll.__name__)"
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, cwd=ranks.ROOT.parent, capture_output=True, text=True)
+    assert done.stdout.strip() == "AllToAll", done.stderr
