@@ -1,5 +1,5 @@
 # make demo    4 ranks under mpirun on real MoE activations, in each wire format
-# make test    the test suite          make lint    ruff, mypy, codespell
+# make test    the test suite          make lint    ruff, mypy, codespell, clang-format
 # make venv    set up .venv alone      make clean   remove what make made
 #
 # PYTHON=python3.12 chooses the interpreter (>= 3.10), RANKS=2 the ranks of the demo, ARGS=... adds
@@ -29,6 +29,7 @@ lint: $(VENV)/installed-lint
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/codespell
+	$(BIN)/clang-format --dry-run -Werror cuda/*.cu cuda/*.cuh tests/*.cpp tests/*.h
 
 venv: $(VENV)/installed
 

@@ -88,7 +88,9 @@ static inline uint32_t min_bf16x2(uint32_t a, uint32_t b) {
     return result;
 }
 
-static inline uint32_t cvt_bf16x2(float low, float high) { return bf16_of(high) << 16 | bf16_of(low); }
+static inline uint32_t cvt_bf16x2(float low, float high) {
+    return bf16_of(high) << 16 | bf16_of(low);
+}
 
 // --- FP16
 
@@ -115,16 +117,18 @@ static inline uint32_t f16_of(double value) {
 static inline uint32_t fma_f16x2(uint32_t a, uint32_t b, uint32_t c) {
     uint32_t result = 0;
     for (int s = 0; s < 32; s += 16)
-        result |= f16_of(f16_value(a >> s & 0xFFFF) * f16_value(b >> s & 0xFFFF) + f16_value(c >> s & 0xFFFF)) << s;
+        result |= f16_of(f16_value(a >> s & 0xFFFF) * f16_value(b >> s & 0xFFFF) +
+                         f16_value(c >> s & 0xFFFF))
+                  << s;
     return result;
 }
 
-static inline uint32_t fma_sat_f16x2(uint32_t a, uint32_t b, uint32_t c) {
-    const uint32_t unclamped = fma_f16x2(a, b, c);
+static inline uint32_t min_f16x2(uint32_t a, uint32_t b) {
     uint32_t result = 0;
     for (int s = 0; s < 32; s += 16) {
-        const uint32_t half = unclamped >> s & 0xFFFF;
-        result |= (half & 0x8000 ? 0 : std::min<uint32_t>(half, 0x3C00)) << s;
+        const uint32_t x = a >> s & 0xFFFF, y = b >> s & 0xFFFF;
+        const bool first = std::isnan(f16_value(y)) || f16_value(x) < f16_value(y);
+        result |= (first ? x : y) << s;
     }
     return result;
 }
@@ -140,6 +144,10 @@ static inline uint32_t mul_f16x2(uint32_t a, uint32_t b) {
 
 static inline uint32_t max_u16x2(uint32_t a, uint32_t b) {
     return std::max(a >> 16, b >> 16) << 16 | std::max(a & 0xFFFF, b & 0xFFFF);
+}
+
+static inline uint32_t min_u16x2(uint32_t a, uint32_t b) {
+    return std::min(a >> 16, b >> 16) << 16 | std::min(a & 0xFFFF, b & 0xFFFF);
 }
 
 static inline uint32_t min_s16x2(uint32_t a, uint32_t b) {

@@ -54,19 +54,21 @@ class Shape:
 
 
 SHAPES = {
-    "quantize_rows": Shape(32, threads=256, max_lanes=256),
+    "quantize_rows": Shape(32, max_lanes=256),
     "quantize_rows from E4M3": Shape(32, unroll=2, max_lanes=256),
+    "quantize_rows to BF16": Shape(8),
     "to_fp8_rows": Shape(32, max_lanes=256),
-    "to_fp8_rows by column": Shape(32, unroll=2),
+    "to_fp8_rows by column": Shape(16, unroll=2),
     "to_bf16_rows": Shape(16, max_lanes=256),
     "dequantize": Shape(8, max_lanes=256),
     "weighted_reduce": Shape(16, max_lanes=256, ahead=2),
-    "final_reduce": Shape(16, max_lanes=256),
+    "weighted_reduce to MXFP4": Shape(32, max_lanes=256, ahead=1),
+    "final_reduce": Shape(16, max_lanes=128, ahead=2),
 }
 
 BLOCK_ROWS = 32  # of a thread block that writes scales by column; cuda/to_fp8_rows.cu
 PADDING_BLOCKS = 16  # thread blocks an expert that zero its padding; cuda/rows.cuh
-COLUMN_LANES, COLUMN_GROUP = 8, 4  # cuda/to_fp8_columns.cu
+COLUMN_LANES = 8  # cuda/to_fp8_columns.cu
 MIN_BLOCKS = {"mxfp4": 5}  # thread blocks a multiprocessor, there; 3 for other wires
 ALIGNMENT = 16  # bytes, of the widest access
 CHUNKS = object()  # stands for the argument that `_launch_rows` knows
@@ -275,7 +277,6 @@ def to_fp8_columns(
         np.int64(num_out),
         np.int32(hidden),
         np.uint32(num_tiles),
-        np.uint32(column_blocks),
     )
     return out.view(torch.float8_e4m3fn), out_scales
 
@@ -340,11 +341,15 @@ def wire_options(wire: WireFormat, **more: str | int) -> source.Options:
 
 def _shape(name: str, options: source.Options) -> Shape:
     """The shape of a kernel compiled with these options."""
-    if "-DCOLUMN_SCALES=1" in options:
-        return SHAPES["to_fp8_rows by column"]
-    if "-DINPUT=INPUT_E4M3" in options:
-        return SHAPES["quantize_rows from E4M3"]
-    return SHAPES[name]
+    special = {
+        "to_fp8_rows": ("-DCOLUMN_SCALES=1", " by column"),
+        "weighted_reduce": ("-DWIRE=WIRE_MXFP4", " to MXFP4"),
+        "quantize_rows": ("-DINPUT=INPUT_E4M3", " from E4M3"),
+    }
+    if name == "quantize_rows" and "-DWIRE=WIRE_BF16" in options:
+        return SHAPES["quantize_rows to BF16"]
+    option, variant = special.get(name, ("", ""))
+    return SHAPES[name + variant] if option in options else SHAPES[name]
 
 
 def variants() -> list[tuple[str, source.Options]]:
@@ -370,8 +375,7 @@ def variants() -> list[tuple[str, source.Options]]:
 
 
 def _column_options(wire: WireFormat) -> source.Options:
-    blocks = MIN_BLOCKS.get(wire.name, 3)
-    return wire_options(wire, LANES=COLUMN_LANES, COLUMN_GROUP=COLUMN_GROUP, MIN_BLOCKS=blocks)
+    return wire_options(wire, LANES=COLUMN_LANES, MIN_BLOCKS=MIN_BLOCKS.get(wire.name, 3))
 
 
 def _launch_rows(

@@ -1,0 +1,65 @@
+/*
+final_reduce: wire rows of combine -> tokens: the sum of each token's rows.
+
+  payload        [num_rows, payload bytes]  u8    -DWIRE
+  scales         [num_rows, num_blocks]     u8    E8M0
+  place_offsets  [num_tokens + 1]           i32
+  places         [num_rows]                 i32   wire rows of token t from place_offsets[t] on, by
+                                                  ascending rank
+  out            [num_tokens, hidden]       BF16  written; +0 for a token without rows
+
+Float32 sums from +0 in that order, rounded to BF16 once; every NaN is 0x7FC0.
+Needs hidden % 32 == 0.  Launcher: fp4comm/codec/cuda.py
+Reads each wire row once: bound by memory bandwidth.
+*/
+#include "rows.cuh"
+
+constexpr int N = PIECE;  // elements of a row that a thread takes at a time (-D); UNROLL is 1
+constexpr int WORDS = N * element_bits(WIRE) / 32;
+// AHEAD: rows that are loaded before the first is added
+
+extern "C" __global__ void final_reduce(const u8* __restrict__ payload,
+                                        const u8* __restrict__ scales,
+                                        const int* __restrict__ place_offsets,
+                                        const int* __restrict__ places,
+                                        u8* __restrict__ out,
+                                        i64 num_tokens,
+                                        int hidden,
+                                        int chunks) {
+    const Part part = part_of_thread(0, chunks);
+    const int token = part.row;
+    const int piece = part.piece, num_pieces = hidden / N, scale_columns = num_blocks(WIRE, hidden);
+    const int payload_bytes = row_bytes(hidden, element_bits(WIRE));
+    const bool is_live = token < num_tokens && piece < num_pieces;
+    const bool paired = is_paired<N / 2>(piece, num_pieces);
+    const int first = is_live ? __ldg(place_offsets + token) : 0;
+    const int last = is_live ? __ldg(place_offsets + token + 1) : 0;
+
+    float sums[N] = {};
+    for (int p = first; p < last; p += AHEAD) {
+        u32 words[AHEAD][WORDS], scale[AHEAD];
+#pragma unroll
+        for (int a = 0; a < AHEAD; a++) {
+            scale[a] = 0;
+            if (p + a >= last) continue;
+            const int row = __ldg(places + p + a);
+            load_words(at_row(payload, row, payload_bytes) + piece * (4 * WORDS), words[a]);
+            if constexpr (WIRE != WIRE_BF16) {
+                scale[a] = __ldg(at_row(scales, row, scale_columns) + block_idx(WIRE, piece * N));
+            }
+        }
+#pragma unroll
+        for (int a = 0; a < AHEAD; a++) {
+            if (p + a >= last) continue;
+            float values[N];
+            decode<WIRE, N>(words[a], scale[a], values);
+#pragma unroll
+            for (int i = 0; i < N; i++) sums[i] = __fadd_rn(sums[i], values[i]);
+        }
+    }
+    u32 pairs[N / 2];
+#pragma unroll
+    for (int i = 0; i < N / 2; i++) pairs[i] = bf16x2_from_f32(sums[2 * i], sums[2 * i + 1]);
+    exchange(pairs, piece, paired);
+    if (is_live) store_piece(at_row(out, token, 2 * hidden), piece, paired, pairs);
+}

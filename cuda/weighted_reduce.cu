@@ -1,0 +1,86 @@
+/*
+weighted_reduce: expert outputs -> wire rows of combine: each the weighted sum of its slots, packed.
+
+  expert_out  [M, hidden]                BF16
+  slot_rows   [num_rows, num_slots]      i32   expert row of each slot, or -1
+  weights     [num_rows, num_slots]      f32   or null: the rows are added as they are
+  payload     [num_rows, payload bytes]  u8    written; -DWIRE
+  scales      [num_rows, num_blocks]     u8    written; E8M0
+  scale_round  addend of the scale rule, formats.py
+
+Float32 sums from +0 by ascending slot; product and sum are rounded separately.
+Needs hidden % 32 == 0.  Launcher: fp4comm/codec/cuda.py
+Reads 2 bytes an element of each live slot: bound by memory bandwidth.
+*/
+#include "encode.cuh"
+#include "rows.cuh"
+
+constexpr int N = PIECE;  // elements of a row that a thread takes at a time (-D); UNROLL is 1
+constexpr int WORDS = N * element_bits(WIRE) / 32;
+constexpr int BLOCK_LANES = WIRE == WIRE_BF16 ? 1 : (WIRE == WIRE_FP8 ? FP8_BLOCK : MX_BLOCK) / N;
+// AHEAD: slots whose rows are loaded before the first is added
+
+extern "C" __global__ void weighted_reduce(const u8* __restrict__ expert_out,
+                                           const int* __restrict__ slot_rows,
+                                           const float* __restrict__ weights,
+                                           u8* __restrict__ payload,
+                                           u8* __restrict__ scales,
+                                           i64 num_rows,
+                                           int num_slots,
+                                           int hidden,
+                                           int chunks,
+                                           int scale_round) {
+    const Part part = part_of_thread(0, chunks);
+    const int row = part.row;
+    const int piece = part.piece, num_pieces = hidden / N;
+    const bool is_live = row < num_rows && piece < num_pieces;  // others take part in shuffles
+    const bool paired = is_paired<WORDS>(piece, num_pieces);
+
+    float sums[N] = {};
+    for (int first = 0; row < num_rows && first < num_slots; first += 32) {
+        // Each lane has a slot; those that are live are added by ascending slot, AHEAD at a time.
+        const int own = slot_of_lane(slot_rows, row, num_slots, first);
+        const int own_slot = first + static_cast<int>(threadIdx.x % 32);
+        const bool has_weight = weights && own_slot < num_slots;
+        const float own_weight =
+            has_weight ? __ldg(at_row(weights, row, num_slots) + own_slot) : 1.0f;
+        u32 live = __ballot_sync(0xFFFFFFFFu, own >= 0);
+        while (live != 0) {
+            u32 pairs[AHEAD][N / 2];
+            int lane[AHEAD];  // that has the slot; -1 = none
+#pragma unroll
+            for (int a = 0; a < AHEAD; a++) {
+                lane[a] = __ffs(live) - 1;
+                const int from = __shfl_sync(0xFFFFFFFFu, own, lane[a] & 31);
+                if (lane[a] >= 0 && is_live) {
+                    load_words(at_row(expert_out, from, 2 * hidden) + piece * (2 * N), pairs[a]);
+                }
+                live &= live - 1;
+            }
+#pragma unroll
+            for (int a = 0; a < AHEAD; a++) {
+                const float weight = __shfl_sync(0xFFFFFFFFu, own_weight, lane[a] & 31);
+                if (lane[a] < 0 || !is_live) continue;
+                float values[N];
+                bf16_to_f32<N>(pairs[a], values);
+#pragma unroll
+                for (int i = 0; i < N; i++) {  // times 1.0 is exact
+                    sums[i] = __fadd_rn(sums[i], __fmul_rn(values[i], weight));
+                }
+            }
+        }
+    }
+    u32 amax_bits = 0, scale = 0, words[WORDS];
+    if constexpr (WIRE != WIRE_BF16) {
+        amax_bits = max_of_lanes(amax_of_f32<N>(sums), BLOCK_LANES);
+        scale = wire_scale<WIRE>(amax_bits, scale_round);
+    }
+    encode<WIRE, N>(sums, amax_bits, scale, words);
+    exchange(words, piece, paired);
+    if (!is_live) return;
+    u8* payload_row = at_row(payload, row, row_bytes(hidden, element_bits(WIRE)));
+    store_piece(payload_row, piece, paired, words);
+    if (WIRE != WIRE_BF16 && piece % BLOCK_LANES == 0) {
+        at_row(scales, row, num_blocks(WIRE, hidden))[piece / BLOCK_LANES] = static_cast<u8>(scale);
+    }
+}
