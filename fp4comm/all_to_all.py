@@ -296,8 +296,7 @@ class AllToAll:
             *codec.of(sends[0].device).empty_rows(num_rows, wire, self.hidden),
             *(stream.new_empty((num_rows, stream.shape[1])) for stream in sends[2:]),
         ]
-        with self._phase(operation, "exchange"):
-            self._transport.label = label
+        with self._phase(operation, "exchange", label):
             self._transport.exchange(sends, send_splits, recvs, recv_splits)
         return recvs
 
@@ -421,16 +420,16 @@ class AllToAll:
         )
 
     @contextlib.contextmanager
-    def _phase(self, operation: str, part: str) -> Iterator[None]:
-        """Lend the transport our time limit and the name of the phase, and count the seconds."""
+    def _phase(self, operation: str, part: str, label: str = "") -> Iterator[None]:
+        """Lend the transport our time limit, phase and label, and count the seconds."""
         name, transport = f"{operation} {part}", self._transport
-        before = transport.phase, transport.timeout_s
-        transport.phase, transport.timeout_s = name, self.timeout_s
+        before = transport.phase, transport.timeout_s, transport.label
+        transport.phase, transport.timeout_s, transport.label = name, self.timeout_s, label
         start = time.perf_counter()
         try:
             yield
         finally:
-            transport.phase, transport.timeout_s = before
+            transport.phase, transport.timeout_s, transport.label = before
         if self.timings is not None:
             seconds = time.perf_counter() - start
             self.timings[name] = self.timings.get(name, 0.0) + seconds

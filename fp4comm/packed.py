@@ -65,11 +65,6 @@ class PackedRows:
         """Count the rows."""
         return self.payload.shape[0]
 
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of payload and scales."""
-        return self.payload.numel() + self.scales.numel()
-
     def to_bf16(self, layout: ExpertLayout | None = None) -> torch.Tensor:
         """Dequantize to bfloat16, ties to even; a NaN is 0x7FC0.
 

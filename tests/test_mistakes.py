@@ -160,6 +160,7 @@ def test_numpy_integers_are_integers():
     assert a2a.dispatch(*mistakes.good_call()).num_rows_list == [2] * 5 + [1] * 5
     assert group.timeout_s == 7
     assert group.phase is None
+    assert group.label == ""
 
 
 def test_a_closed_object_says_so():

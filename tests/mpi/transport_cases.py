@@ -175,17 +175,6 @@ def case_call_numbers(t):
             exchange_and_check(t, np.full((t.num_ranks, t.num_ranks), 3))
 
 
-def case_latency(t):
-    counts = np.ones((t.num_ranks, 8), np.int64)
-    times = []
-    for _ in range(200):
-        start = time.perf_counter()
-        t.exchange_counts(counts)
-        times.append(time.perf_counter() - start)
-    if t.rank == 0:
-        say(f"{t.name} {t.num_ranks} ranks: counts {np.median(times) * 1e6:.0f} us")
-
-
 # ---- failures
 
 
