@@ -109,7 +109,7 @@ def wrong_columns(parts: Any, layout: routing.ExpertLayout, got: Parts) -> int:
         host(scales[:, : wire.scale_bytes(few)]),
         wire,
         few,
-        layout.row_source().numpy(),
+        layout.row_source.numpy(),
         np.array(layout.num_rows_list),
         layout.expert_offsets_array,
     )
@@ -144,11 +144,11 @@ def wrong_summed(parts: Any, plan: Any, got: torch.Tensor) -> int:
 # The operations
 
 
-def to_gpu(plan: routing.RoutePlan) -> routing.RoutePlan:
-    """The plan with what kernels read of it on the GPU."""
-    return dataclasses.replace(
-        plan, place_offsets=plan.place_offsets.cuda(), places=plan.places.cuda()
-    )
+def to_gpu(tables: Any) -> Any:
+    """A plan or a layout with its tensors on the GPU."""
+    fields = {field.name: getattr(tables, field.name) for field in dataclasses.fields(tables)}
+    tensors = {name: part.cuda() for name, part in fields.items() if torch.is_tensor(part)}
+    return dataclasses.replace(tables, **tensors)
 
 
 def quantize_cases(x: torch.Tensor) -> Iterator[Case]:
@@ -182,8 +182,8 @@ def arrival_cases(x: torch.Tensor) -> Iterator[Case]:
     """The conversions of wire rows."""
     num_rows, hidden = x.shape
     host_layout = bench_codec.layout_of(num_rows)
-    layout = cuda.on_device(host_layout, x.device)
-    source = host_layout.row_source().cuda()
+    layout = to_gpu(host_layout)
+    source = layout.row_source
     num_out = layout.num_expert_rows
     fp8_row = hidden + 4 * -(-hidden // 128)
     for wire in WIRES:
@@ -214,7 +214,7 @@ def arrival_cases(x: torch.Tensor) -> Iterator[Case]:
 def combine_cases(x: torch.Tensor) -> Iterator[Case]:
     """The two reduces of combine."""
     num_rows, hidden = x.shape
-    layout = cuda.on_device(bench_codec.layout_of(num_rows), x.device)
+    layout = to_gpu(bench_codec.layout_of(num_rows))
     plan = to_gpu(bench_codec.plan_of(max(1, num_rows // 4)))
     out = torch.randn(layout.num_expert_rows, hidden, device=x.device).bfloat16()
     sums = torch.randn(plan.num_rows, hidden, device=x.device).bfloat16()

@@ -2,7 +2,8 @@
 
 from fp4comm import transport
 from fp4comm._version import __version__
-from fp4comm.all_to_all import AllToAll, Dispatched, Handle
+from fp4comm.all_to_all import AllToAll
+from fp4comm.dispatched import Dispatched, Handle, Pending
 from fp4comm.formats import WireFormat
 from fp4comm.packed import PackedRows, quantize
 from fp4comm.precision import Precision
@@ -12,6 +13,7 @@ __all__ = [
     "Dispatched",
     "Handle",
     "PackedRows",
+    "Pending",
     "Precision",
     "WireFormat",
     "__version__",

@@ -46,13 +46,15 @@ def seconds(name: str, value: float) -> float:
     return value
 
 
-def layout(value: Any, num_rows: int) -> None:
-    """Check that a layout is one, of this many wire rows."""
+def layout(value: Any, num_rows: int, device: torch.device) -> None:
+    """Check that a layout is one, of this many wire rows on this device."""
     if not hasattr(value, "slot_rows"):
         raise TypeError(f"layout: expected the layout of a Handle, got {type(value).__name__}")
     if len(value.slot_rows) != num_rows:
         got = len(value.slot_rows)
         raise ValueError(f"layout: expected one of {num_rows} wire rows, got {got}")
+    if value.slot_rows.device != device:
+        raise ValueError(f"layout: expected on {device} as the rows, got {value.slot_rows.device}")
 
 
 def transport(value: Any) -> None:
@@ -150,8 +152,8 @@ def _row_shape(name: str, tensor: torch.Tensor, hidden_size: int | None) -> None
         )
 
 
-def topk_idx(value: Any, num_tokens: int, num_experts: int, device: torch.device) -> torch.Tensor:
-    """Check expert indices ``[T, K]``: int32 or int64, -1 or an expert."""
+def topk_idx(value: Any, num_tokens: int, device: torch.device) -> torch.Tensor:
+    """Check expert indices ``[T, K]``: int32 or int64.  `expert_range` checks their values."""
     idx = as_tensor("topk_idx", value)
     if idx.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"topk_idx: expected int32 or int64, got {_name(idx.dtype)}")
@@ -162,13 +164,23 @@ def topk_idx(value: Any, num_tokens: int, num_experts: int, device: torch.device
         )
     if idx.device != device:
         raise ValueError(f"topk_idx: expected on {device} as x, got {idx.device}")
-    if idx.numel() and not (int(idx.min()) >= -1 and int(idx.max()) < num_experts):
-        wrong = torch.nonzero((idx < -1) | (idx >= num_experts))[0].tolist()
-        raise ValueError(
-            f"topk_idx: expected values in -1..{num_experts - 1} ({num_experts} experts), got"
-            f" {int(idx[tuple(wrong)])} at {wrong}"
-        )
     return idx.detach().contiguous()
+
+
+def expert_range(idx: torch.Tensor, num_experts: int) -> None:
+    """Check that expert indices ``[T, K]`` on the host are -1 or an expert."""
+    if idx.numel() and not (int(idx.min()) >= -1 and int(idx.max()) < num_experts):
+        wrong = torch.nonzero((idx < -1).view(-1) | (idx >= num_experts).view(-1))
+        raise wrong_expert(idx, int(wrong[0]), num_experts)
+
+
+def wrong_expert(idx: torch.Tensor, at: int, num_experts: int) -> ValueError:
+    """Make the error for an index that is no expert, the flat ``at``-th of ``[T, K]``."""
+    token, slot = divmod(at, idx.shape[1])
+    return ValueError(
+        f"topk_idx: expected values in -1..{num_experts - 1} ({num_experts} experts), got"
+        f" {int(idx[token, slot])} at {[token, slot]}"
+    )
 
 
 def topk_weights(value: Any, idx: torch.Tensor) -> torch.Tensor:

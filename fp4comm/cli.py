@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import platform
 import sys
@@ -10,15 +11,16 @@ from pathlib import Path
 from typing import Any
 
 import click
+import torch
 from click.core import ParameterSource
 from rich.console import Console
 
-from fp4comm import agreement, launch, machine
+from fp4comm import agreement, launch, machine, transport
 from fp4comm._version import __version__
 from fp4comm.bench import report as bench_report
-from fp4comm.bench.report import Environment
+from fp4comm.bench.report import Environment, Place
 from fp4comm.bench.rows import Report
-from fp4comm.bench.run import Settings, measure
+from fp4comm.bench.run import DEVICES, Settings, measure
 from fp4comm.bench.workload import Recorded, Synthetic, Workload
 from fp4comm.formats import FORMATS
 from fp4comm.transport import Transport
@@ -94,18 +96,27 @@ json_option = click.option(
     help="Also write everything to this file.",
 )
 
+RUN_SETTINGS = ("warmup", "iterations", "timeout_s", "device")
 RUN_OPTIONS: tuple[Option, ...] = (
     click.option(
         "--transport",
         "transport_name",
-        type=click.Choice(("auto", "local", "mpi", "torch")),
+        type=click.Choice(("auto", *transport.NAMES)),
         default="auto",
         show_default=True,
-        help="auto: mpi under mpirun, torch under torchrun, else local.",
+        help="auto: mpi under mpirun (with CUDA: nccl), torch under torchrun, else local.",
+    ),
+    click.option(
+        "--device",
+        type=click.Choice(DEVICES),
+        default="cpu",
+        show_default=True,
+        help="Where the rows are; cuda: GPU number local rank, modulo the GPUs.",
     ),
     click.option("--ranks", type=int, help="Of the local transport: threads of this process."),
     click.option("--timeout-s", type=float, default=300.0, show_default=True, help="For a peer."),
     json_option,
+    click.option("--commit", help="For --json, where the code is a copy without .git."),
 )
 
 
@@ -170,6 +181,12 @@ def info(json_file: Path | None) -> None:
     type=click.FloatRange(min=0, min_open=True),
     help="Peak of the link in 10^9 B/s; marks rows above it.",
 )
+@click.option(
+    "--plain/--no-plain",
+    default=True,
+    show_default=True,
+    help="Also measure a plain all-to-all of BF16 rows, one copy per expert.",
+)
 @click.option("--check-all", is_flag=True, help="Check the contents of all rows, not of a sample.")
 @run_options(warmup=5, iterations=20)
 @click.pass_context
@@ -178,7 +195,7 @@ def bench(context: click.Context, **options: Any) -> None:
 
     Under mpirun or torchrun on their ranks; alone on --ranks threads of this process.
     """
-    names = ("combine", "arrive", "alignment", "check_all", "warmup", "iterations", "timeout_s")
+    names = ("combine", "arrive", "alignment", "check_all", "plain", *RUN_SETTINGS)
 
     def settings() -> Settings:
         wires = [wire for text in options["wire"] for wire in text.split(",")]
@@ -220,7 +237,7 @@ def demo(context: click.Context, **options: Any) -> None:
     """Send real MoE activations in each wire format and compare: a preset of bench."""
 
     def settings() -> Settings:
-        given = {name: options[name] for name in ("warmup", "iterations", "timeout_s")}
+        given = {name: options[name] for name in RUN_SETTINGS}
         return Settings(tuple(FORMATS), check_all=True, **given)
 
     def show(environment: Environment, report: Report) -> None:
@@ -263,6 +280,7 @@ def _run(
             default_ranks,
             options["timeout_s"],
             on_rank,
+            options["device"],
         )
     except launch.LaunchedRankError as error:
         raise UserError(str(error), error.is_reporter) from error
@@ -279,17 +297,40 @@ def _run(
 
 
 def _environment(context: click.Context, group: Transport) -> Environment:
-    """Describe this rank's machine, and whether it is one of several."""
-    kinds = {"local": "threads of one process", "mpi": machine.mpi_library, "torch": "gloo"}
-    kind = kinds.get(group.name, "")
+    """Describe this rank's machine, and where the ranks run."""
+    options = context.params
+    gpu = _gpu() if options["device"] == "cuda" else ""
+    mine = Place(platform.node(), os.environ.get("NCCL_HOSTID", ""), gpu)
+    places = zip(*(agreement.texts(group, text) for text in dataclasses.astuple(mine)), strict=True)
     return Environment(
         command=_command(context),
         num_ranks=group.num_ranks,
-        transport=f"{group.name} ({kind() if callable(kind) else kind})",
-        hosts=agreement.texts(group, platform.node()),
+        transport=f"{group.name} ({_library(group.name, options['device'])})",
+        places=[Place(*place) for place in places],
         machine=machine.machine(),
         versions=machine.versions(),
+        git=machine.git() or _stated_commit(options["commit"]),
     )
+
+
+def _library(transport_name: str, device: str) -> str | None:
+    """Name what moves the rows."""
+    if transport_name == "local":
+        return "threads of one process"
+    if transport_name == "mpi":
+        return machine.mpi_library()
+    if device == "cpu":
+        return "gloo"
+    return f"NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}"
+
+
+def _gpu() -> str:
+    """Tell this rank's GPU from others of its machine."""
+    return str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
+
+
+def _stated_commit(commit: str | None) -> dict[str, Any] | None:
+    return None if commit is None else {"commit": commit, "dirty": None}
 
 
 def _command(context: click.Context) -> str:

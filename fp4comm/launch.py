@@ -1,4 +1,7 @@
-"""Starting ranks for the command line: under mpirun, under torchrun, or threads of one process."""
+"""Starting ranks for the command line: under mpirun, under torchrun, or threads of one process.
+
+With CUDA each rank also gets its GPU, before its transport is opened.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +12,9 @@ from collections.abc import Callable
 from typing import TypeVar
 
 import numpy as np
+import torch
 
-from fp4comm import agreement, transport
+from fp4comm import agreement, codec, transport
 from fp4comm.transport import Transport
 
 Result = TypeVar("Result")
@@ -18,6 +22,12 @@ Result = TypeVar("Result")
 MPI_LAUNCHERS = ("OMPI_COMM_WORLD_", "PMI_", "PMIX_", "MPI_LOCAL")  # start of their variables
 TORCH_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "RANK")
+LOCAL_RANK_VARIABLES = (
+    "LOCAL_RANK",
+    "OMPI_COMM_WORLD_LOCAL_RANK",
+    "MPI_LOCALRANKID",
+    "SLURM_LOCALID",
+)
 SIZE_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "WORLD_SIZE")
 LAST_WORDS_S = 1.0  # launchers end all ranks when one fails: the others let rank 0 print first
 
@@ -45,10 +55,16 @@ def launched_ranks() -> int:
     return _variable(SIZE_VARIABLES, 1)
 
 
-def choose(name: str) -> str:
-    """Turn ``"auto"`` into a transport: torch under torchrun, mpi under mpirun, else local.
+def local_rank() -> int:
+    """Rank among those of this machine; the rank itself where no launcher says."""
+    return _variable(LOCAL_RANK_VARIABLES, launched_rank())
 
-    Variables of a launcher only tell whether to ask MPI; its COMM_WORLD tells the size.
+
+def choose(name: str, device: str = "cpu") -> str:
+    """Turn ``"auto"`` into a transport: torch under torchrun, else local without a launcher.
+
+    Under mpirun it is mpi, with CUDA nccl.  Variables of a launcher only tell whether to ask MPI;
+    its COMM_WORLD tells the size.
     """
     if name != "auto":
         return name
@@ -56,13 +72,32 @@ def choose(name: str) -> str:
         return "torch"
     if not any(variable.startswith(MPI_LAUNCHERS) for variable in os.environ):
         return "local"
+    under_mpi = "nccl" if device == "cuda" else "mpi"
     if launched_ranks() > 1:
-        return "mpi"  # and if MPI sees itself alone, opening it tells
+        return under_mpi  # and if MPI sees itself alone, opening it tells
     try:
         from mpi4py import MPI
     except Exception:
         return "local"
-    return "mpi" if MPI.COMM_WORLD.Get_size() > 1 else "local"
+    return under_mpi if MPI.COMM_WORLD.Get_size() > 1 else "local"
+
+
+def use_device(kind: str, rank: int) -> None:
+    """Make a GPU current in this thread if CUDA is wanted: rank, modulo the GPUs.
+
+    Args:
+        kind: ``"cpu"`` or ``"cuda"``.
+        rank: among those of this machine.
+
+    Raises:
+        RuntimeError: CUDA is wanted and cannot be used here.
+    """
+    if kind == "cpu":
+        return
+    lacks = codec.available()["cuda"]
+    if lacks is not None:
+        raise RuntimeError(f'device: "cuda" cannot be used here: {lacks}')
+    torch.cuda.set_device(rank % torch.cuda.device_count())
 
 
 def run(
@@ -71,6 +106,7 @@ def run(
     default_ranks: int,
     timeout_s: float,
     fn: Callable[[Transport], Result],
+    device: str = "cpu",
 ) -> tuple[Result, bool]:
     """Run fn on every rank.
 
@@ -81,6 +117,7 @@ def run(
         default_ranks: for that.
         timeout_s: how long a rank waits for another.
         fn: takes the transport of its rank.
+        device: ``"cpu"``, or ``"cuda"``: each rank then has a current GPU, by its local rank.
 
     Returns:
         The result, and whether this process is the one that prints.
@@ -89,14 +126,22 @@ def run(
         LaunchedRankError: a mistake of the user's, or a rank that is late or gone; on all ranks.
     """
     try:
-        name = choose(name)
+        name = choose(name, device)
+        if name == "nccl" and device != "cuda":
+            raise ValueError(f'device: expected cuda with transport "nccl", got {device}')
         if name == "local":
             _check_alone()
             num_ranks = default_ranks if num_ranks is None else num_ranks
-            return transport.run_local(num_ranks, fn, timeout_s)[0], True
+
+            def on_thread(group: Transport) -> Result:
+                use_device(device, group.rank)
+                return fn(group)
+
+            return transport.run_local(num_ranks, on_thread, timeout_s)[0], True
         if num_ranks is not None:
             raise ValueError(f"ranks: expected none under a launcher, got {num_ranks}")
-        return _run_launched(name, timeout_s, fn)
+        use_device(device, local_rank())
+        return _run_launched(name, timeout_s, fn, device)
     except (ValueError, TypeError, RuntimeError, OSError) as error:  # OSError: late, or gone
         raise LaunchedRankError(error, launched_rank() == 0) from error
 
@@ -110,10 +155,10 @@ def _check_alone() -> None:
 
 
 def _run_launched(
-    name: str, timeout_s: float, fn: Callable[[Transport], Result]
+    name: str, timeout_s: float, fn: Callable[[Transport], Result], device: str
 ) -> tuple[Result, bool]:
     if name == "torch":
-        _start_torch(timeout_s)
+        _start_torch(timeout_s, "nccl" if device == "cuda" else "gloo")
     group = transport.open(name, timeout_s=timeout_s)
     try:
         result = fn(group)
@@ -129,7 +174,7 @@ def _run_launched(
         group.close()
 
 
-def _start_torch(timeout_s: float) -> None:
+def _start_torch(timeout_s: float, backend: str) -> None:
     import torch.distributed as dist
 
     missing = [variable for variable in TORCH_VARIABLES if variable not in os.environ]
@@ -137,7 +182,7 @@ def _start_torch(timeout_s: float) -> None:
         raise RuntimeError(f'transport "torch" needs {", ".join(missing)} set; use torchrun')
     if not dist.is_initialized():
         limit = datetime.timedelta(seconds=min(timeout_s, 1e6))
-        dist.init_process_group("gloo", timeout=limit)
+        dist.init_process_group(backend, timeout=limit)
 
 
 def let_rank_0_print(is_rank_0: bool) -> None:

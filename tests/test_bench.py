@@ -13,6 +13,7 @@ from fp4comm import AllToAll, Precision, WireFormat, transport
 from fp4comm.bench import rows as bench_rows
 from fp4comm.bench import run as bench
 from fp4comm.bench.check import Checked, Checker, expert_outputs, sample
+from fp4comm.bench.plain import plain_dispatch
 from fp4comm.bench.workload import (
     Recorded,
     Synthetic,
@@ -204,12 +205,14 @@ def measure(workload, **settings):
 @pytest.mark.parametrize("combine", ["bf16", "same"])
 def test_every_row_is_right_and_has_the_bytes_that_travelled(arrive, combine):
     wires = ("bf16", "fp8", "mxfp8", "mxfp4")
-    first, second = measure(SMALL, wires=wires, arrive=arrive, combine=combine)
+    first, second = measure(SMALL, wires=wires, arrive=arrive, combine=combine, plain=True)
     assert first == second  # on every rank
-    assert [r.op for r in first.rows] == ["dispatch", "combine"] * 4
+    plain, *rows = first.rows
+    assert [r.op for r in rows] == ["dispatch", "combine"] * 4
+    assert {rows[0].expert_bytes - plain.wire_bytes.total} == {240 * 6}  # its route
     idxs = [SMALL.routing(rank)[0] for rank in (0, 1)]
     sent = [[int((idx // 3 == d).any(axis=1).sum()) for d in (0, 1)] for idx in idxs]
-    for row in first.rows:
+    for row in rows:
         matrix = np.array(sent) if row.op == "dispatch" else np.array(sent).T
         assert row.wire_rows == bench_rows.traffic(matrix)
         num_bytes = WireFormat(row.format).row_bytes(160) + (18 if row.op == "dispatch" else 0)
@@ -217,6 +220,38 @@ def test_every_row_is_right_and_has_the_bytes_that_travelled(arrive, combine):
         assert row.num_wrong == 0
         assert row.num_checked == (240 if row.op == "dispatch" else 80)
         assert row.time.median_us > 0
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 5])
+def test_the_plain_all_to_all_sends_a_copy_to_each_expert(num_ranks):
+    workload = dataclasses.replace(SMALL, num_ranks=num_ranks)
+    row = measure(workload, plain=True)[0].rows[0]
+    owners = Placement(6, num_ranks).owners
+    idxs = [workload.routing(rank)[0] for rank in range(num_ranks)]
+    copies = np.array([np.bincount(owners[i].reshape(-1), minlength=num_ranks) for i in idxs])
+    assert row.wire_rows == bench_rows.traffic(copies)
+    assert row.wire_bytes == bench_rows.traffic(copies * 320)
+    assert (row.op, row.num_wrong, row.num_checked) == ("plain", 0, 120 * num_ranks)
+
+
+def test_slots_without_an_expert_are_not_sent():
+    idx = torch.tensor([[2, -1], [-1, -1], [0, 2]])
+    x = torch.arange(3.0)[:, None].expand(3, 32).bfloat16()
+    alone = transport.open("local")
+    rows, recv_splits = plain_dispatch(alone, Placement(3, 1), x, idx)
+    assert recv_splits.tolist() == [3]
+    assert rows[:, 0].tolist() == [2.0, 0.0, 2.0]  # by expert, then token
+
+
+def test_a_wrong_copy_of_the_plain_all_to_all_is_noticed():
+    checker = Checker(SMALL, 1, "fp8", 50, None)
+    sent = [[SMALL.rows(s, np.arange(40)), SMALL.routing(s)[0]] for s in (0, 1)]
+    own = [x[np.flatnonzero(i.reshape(-1) == e) // 3] for x, i in sent for e in (3, 4, 5)]
+    rows = torch.cat(own)
+    assert checker.plain(rows) == Checked(len(rows), 0)
+    rows.view(torch.int16)[5, 3] ^= 1
+    assert checker.plain(rows) == Checked(len(rows), 1)
+    assert checker.plain(rows[1:]) == Checked(len(rows), len(rows))
 
 
 def test_hidden_2880():  # BEN-16

@@ -10,9 +10,13 @@ from pathlib import Path
 
 import pytest
 import ranks
+import torch
 from click.testing import CliRunner
 
 from fp4comm import __version__, launch, machine, transport
+from fp4comm.bench.report import Environment, Place, header_lines
+from fp4comm.bench.rows import Report
+from fp4comm.bench.run import Settings
 from fp4comm.cli import DEMO_FILES, cli
 from fp4comm.transport.local import LocalTransport
 
@@ -21,13 +25,15 @@ DATA = Path(__file__).resolve().parent / "data" / "layer0.safetensors"
 TINY = ["--tokens", "24", "--hidden", "160", "--experts", "6", "--topk", "3"]
 TINY += ["--warmup", "1", "--iterations", "2"]
 FORMATS = ["bf16", "fp8", "mxfp8", "mxfp4"]
+NOTHING = Report([], "nothing", 32, 1, 1, [0], 0, 0.0)
 
 
 @pytest.fixture(autouse=True)
 def _no_launcher(monkeypatch):
     """Tests may themselves run under a launcher."""
     for name in list(os.environ):
-        if name.startswith(launch.MPI_LAUNCHERS) or name in launch.TORCH_VARIABLES:
+        of_launcher = (*launch.TORCH_VARIABLES, *launch.LOCAL_RANK_VARIABLES)
+        if name.startswith(launch.MPI_LAUNCHERS) or name in of_launcher:
             monkeypatch.delenv(name)
 
 
@@ -49,10 +55,13 @@ def test_bench_prints_a_row_for_each_operation_and_wire_format():
     assert result.output.splitlines()[-1] == "# wrong rows: 0 OK"
     rows = rows_of(result.output)
     assert [row[:2] for row in rows] == [
-        cells for wire in FORMATS for cells in (["dispatch", wire], ["combine", "bf16"])
+        ["plain", "bf16"],
+        *(cells for wire in FORMATS for cells in (["dispatch", wire], ["combine", "bf16"])),
     ]
-    assert {len(row) for row in rows} == {12}
-    assert [row[-2] for row in rows[:2]] == ["1.00", "1.00"]  # bf16 against itself
+    assert {len(row) for row in rows} == {13}
+    vs_bf16, vs_plain = ([row[column] for row in rows] for column in (-3, -2))
+    assert vs_bf16[:3] == ["-", "1.00", "1.00"]  # bf16 against itself
+    assert [cell == "-" for cell in vs_plain] == [True, *[False, True] * 4]  # dispatches alone
     header = "\n".join(line for line in result.output.splitlines() if line.startswith("#"))
     for text in (
         f"fp4comm {__version__}  bench --tokens 24",
@@ -61,27 +70,36 @@ def test_bench_prints_a_row_for_each_operation_and_wire_format():
         "x ~ N(0,1) bf16, skew 0.00, seed 0; hidden 160, top-3 of 6 experts",
         "1 warm-up, 2 timed",
         "contents of 48 of 48 tokens",
+        "first plain",
         "first dispatch",
+        "whole call",
     ):
         assert text in header
 
 
 def test_wire_formats_are_repeated_or_listed_and_compared_with_bf16_only_if_it_is_there():
     result = run("bench", *TINY, "--wire", "mxfp4,fp8", "--wire", "fp8", "--combine", "same")
-    rows = rows_of(result.output)
+    plain, *rows = rows_of(result.output)
+    assert plain[:2] == ["plain", "bf16"]
     assert [row[1] for row in rows] == ["mxfp4", "mxfp4", "fp8", "fp8"]
+    assert {row[-3] for row in rows} == {"-"}
+
+
+def test_the_plain_all_to_all_can_be_left_out():
+    rows = rows_of(run("bench", *TINY, "--wire", "bf16", "--no-plain").output)
+    assert [row[0] for row in rows] == ["dispatch", "combine"]
     assert {row[-2] for row in rows} == {"-"}
 
 
 def test_one_rank_sends_nothing_to_others():
     result = run("bench", *TINY, "--ranks", 1, "--wire", "bf16")
-    assert [row[-3] for row in rows_of(result.output)] == ["0.000", "0.000"]
+    assert [row[-4] for row in rows_of(result.output)] == ["0.000"] * 3
 
 
 def test_rows_above_the_link_are_marked():  # BEN-09
     marked = run("bench", *TINY, "--wire", "bf16", "--link-gbs", 1e-9).output
-    assert [row[-1] for row in rows_of(marked)] == ["!", "!"]
-    assert "2 rows above the stated link peak of 1e-09 GB/s" in marked
+    assert [row[-1] for row in rows_of(marked)] == ["!"] * 3
+    assert "3 rows above the stated link peak of 1e-09 GB/s" in marked
     assert "!" not in run("bench", *TINY, "--wire", "bf16", "--link-gbs", 1e9).output
 
 
@@ -121,11 +139,23 @@ def test_json_holds_machine_versions_commit_arguments_and_rows(tmp_path):
     assert content["versions"]["fp4comm"] == __version__
     assert content["git"] is None or set(content["git"]) == {"commit", "dirty"}
     assert (content["ranks"], content["hosts"], content["wrong_rows"]) == (2, 1, 0)
-    dispatch, combine = content["rows"]
-    assert (dispatch["op"], combine["op"]) == ("dispatch", "combine")
+    assert (content["nodes"], content["gpus"]) == (1, 0)
+    plain, dispatch, combine = content["rows"]
+    assert (plain["op"], dispatch["op"], combine["op"]) == ("plain", "dispatch", "combine")
+    assert dispatch["vs_plain"] > 0
+    assert (dispatch["vs_bf16"], combine["vs_plain"], plain["vs_plain"]) == (None, None, None)
     assert dispatch["time"]["median_us"] > 0
     assert set(dispatch["parts_us"]) == {"plan", "counts", "quantize", "exchange", "arrive"}
     assert 15 < dispatch["sqnr_db"] < 25
+
+
+def test_a_copy_without_git_is_told_its_commit(monkeypatch, tmp_path):
+    monkeypatch.setattr(machine, "git", lambda: None)
+    file = tmp_path / "out.json"
+    options = ("--wire", "bf16", "--json", file)
+    for given, wanted in (((), None), (("--commit", "abc"), {"commit": "abc", "dirty": None})):
+        assert run("bench", *TINY, *options, *given).exit_code == 0
+        assert json.loads(file.read_text())["git"] == wanted
 
 
 BAD = [
@@ -141,8 +171,18 @@ BAD = [
     (["--ranks", "0"], "num_ranks: expected at least 1"),
     (["--data", "nothing"], "data: expected a safetensors file, got nothing"),
     (["--timeout-s", "0"], "timeout_s: expected more than 0 seconds, got 0.0"),
+    (["--transport", "nccl"], 'device: expected cuda with transport "nccl", got cpu'),
     (["--transport", "torch"], "RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT set; use torchrun"),
 ]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.parametrize("transport_name", ["local", "mpi", "nccl", "auto"])
+def test_cuda_without_a_gpu_says_what_is_missing(transport_name):
+    result = run("bench", *TINY, "--device", "cuda", "--transport", transport_name)
+    assert result.exit_code == 2
+    assert result.output.startswith('Error: device: "cuda" cannot be used here: ')
+    assert result.output.count("\n") == 1
 
 
 @pytest.mark.parametrize(("arguments", "text"), BAD, ids=[" ".join(a) for a, _ in BAD])
@@ -158,6 +198,15 @@ def test_a_folder_for_json_that_is_not_there_is_noticed_first(tmp_path):
     result = run("bench", *TINY, "--json", tmp_path / "nothing" / "out.json")
     assert result.exit_code == 2
     assert "no such folder" in result.output
+
+
+def test_the_header_counts_hosts_virtual_nodes_and_gpus():
+    places = [Place("h", node, gpu) for node in ("a", "b") for gpu in ("GPU-1", "GPU-2")]
+    environment = Environment("bench", 4, "nccl", places, machine.machine(), machine.versions())
+    assert (environment.num_hosts, environment.num_nodes, environment.num_gpus) == (1, 2, 2)
+    lines = "\n".join(header_lines(environment, NOTHING, Settings(("bf16",), device="cuda")))
+    assert "ranks 4, hosts h x4, virtual nodes a x2, b x2, 2 GPUs, transport nccl" in lines
+    assert "until\n#   the device is synchronized again" in lines
 
 
 # demo
@@ -244,9 +293,28 @@ def test_auto_takes_the_transport_of_the_launcher(monkeypatch):
     assert launch.choose("mpi") == "mpi"
     monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
     assert launch.choose("auto") == "mpi"
+    assert launch.choose("auto", "cuda") == "nccl"
     for name in launch.TORCH_VARIABLES:
         monkeypatch.setenv(name, "1")
     assert launch.choose("auto") == "torch"
+
+
+def test_a_rank_gets_the_gpu_of_its_place_on_its_machine(monkeypatch):
+    chosen = []
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    monkeypatch.setattr("fp4comm.codec.available", lambda: {"cuda": None})
+    for variable, rank in (("OMPI_COMM_WORLD_LOCAL_RANK", 6), ("LOCAL_RANK", 3)):
+        monkeypatch.setenv(variable, str(rank))
+        launch.use_device("cpu", launch.local_rank())
+        launch.use_device("cuda", launch.local_rank())
+    assert chosen == [2, 3]
+
+
+def test_a_rank_without_a_launchers_word_takes_its_own_number(monkeypatch):
+    assert launch.local_rank() == 0
+    monkeypatch.setenv("PMI_RANK", "5")
+    assert launch.local_rank() == 5
 
 
 def test_a_mistake_on_one_rank_is_every_ranks_error():

@@ -11,7 +11,7 @@ import pytest
 import torch
 from numeric_cases import CASES, DECODE_CASES, FP8_CASES
 
-from fp4comm import PackedRows, WireFormat, quantize, reference
+from fp4comm import PackedRows, WireFormat, quantize, reference, routing
 from fp4comm.codec import cpu, threads
 
 WIRES = [
@@ -110,13 +110,16 @@ def random_layout(num_rows, num_topk, num_experts, alignment, seed=0):
                 source[fill[experts[r, k]]] = r
                 fill[experts[r, k]] += 1
     weights = rng.normal(size=(num_rows, num_topk)).astype(np.float32)
+    padding = np.stack([offsets[:-1] + counts, offsets[1:]])
     return types.SimpleNamespace(
         num_expert_rows=int(offsets[-1]),
         num_rows_list=counts.tolist(),
         expert_offsets_array=offsets,
+        padding=torch.from_numpy(padding),
+        tiles=torch.from_numpy(routing.tile_table(counts, offsets)),
         slot_rows=torch.from_numpy(slot_rows),
         weights=torch.from_numpy(weights),
-        row_source=lambda: torch.from_numpy(source.astype(np.int32)),
+        row_source=torch.from_numpy(source.astype(np.int32)),
         source=source,
     )
 
@@ -245,6 +248,26 @@ def test_weighted_reduce_as_the_reference(wire, weighted):
     assert_rows_equal([part.numpy() for part in got], want)
 
 
+@pytest.mark.parametrize("hidden", [32, 160, 2880])
+@by_wire
+def test_backward_operations_as_the_reference(wire, hidden):
+    """Weighted BF16 rows, and the gradient of the weights."""
+    payload, scales = any_wire_rows(wire, hidden)
+    layout = random_layout(len(payload), 3, 5, 16)
+    rng = np.random.default_rng(13)
+    row_weights = rng.normal(size=layout.num_expert_rows).astype(np.float32)
+    out = rng.integers(0, 65536, (layout.num_expert_rows, hidden), dtype=np.uint16)
+    out[::2] = reference.float32_to_bf16(rng.normal(size=out[::2].shape).astype(np.float32))
+    parts = torch.from_numpy(payload), torch.from_numpy(scales), wire, hidden
+    rows = cpu.to_bf16_rows(*parts, layout, torch.from_numpy(row_weights))
+    want = reference.to_bf16_rows(payload, scales, wire, hidden, layout.source, row_weights)
+    assert_rows_equal((bf16_bits(rows),), (want,))
+    dots = cpu.row_dots(*parts, bf16_tensor(out), layout).numpy()
+    want = reference.row_dots(payload, scales, wire, hidden, out, layout.source)
+    assert_rows_equal((dots[:, None],), (want[:, None],))
+    assert np.isfinite(dots).any()
+
+
 @by_wire
 def test_final_reduce_as_the_reference(wire):
     payload, scales = any_wire_rows(wire, 160)
@@ -275,7 +298,7 @@ def test_every_place_of_a_token_gets_the_same_row_and_no_other_row_is_written(wi
     plan = types.SimpleNamespace(
         place_offsets=torch.from_numpy(offsets), places=torch.from_numpy(places)
     )
-    poisoned = lambda n, wire, hidden: (  # noqa: E731
+    poisoned = lambda n, wire, hidden, device: (  # noqa: E731
         torch.full((n, wire.payload_bytes(hidden)), POISON, dtype=torch.uint8),
         torch.full((n, wire.scale_bytes(hidden)), POISON, dtype=torch.uint8),
     )

@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 from test_codec import assert_rows_equal, hard_bf16_rows, hard_f32_rows
 
-from fp4comm import WireFormat, reference
-from fp4comm.codec import source
+from fp4comm import WireFormat, cuda_kernels, reference
 from fp4comm.formats import E4M3_NAN, E8M0_NAN
 
 HERE = Path(__file__).resolve().parent
@@ -32,7 +31,8 @@ def host(tmp_path_factory, clips):
         pytest.skip("needs g++")
     library = tmp_path_factory.mktemp("cuda") / f"host{clips}.so"
     command = ["g++", "-std=c++17", "-O2", "-ffp-contract=off", "-shared", "-fPIC"]
-    command += [f"-DCLIPS={clips}", "-include", str(HERE / "cuda_shim.h"), f"-I{source.folder()}"]
+    command += [f"-DCLIPS={clips}", "-include", str(HERE / "cuda_shim.h")]
+    command += [f"-I{cuda_kernels.FOLDER}"]
     subprocess.run([*command, "-o", str(library), str(HERE / "cuda_host.cpp")], check=True)
     return ctypes.CDLL(str(library))
 
@@ -58,10 +58,11 @@ def quantized(function, wire, *inputs):
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_every_kernel_compiles_with_nvrtc(arch, tmp_path, monkeypatch):
     pytest.importorskip("cupy", reason="needs CuPy (no GPU)")
-    cuda = importlib.import_module("fp4comm.codec.cuda")
+    codec = importlib.import_module("fp4comm.codec.cuda")
+    routing = importlib.import_module("fp4comm.routing.cuda")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    for name, options in cuda.variants():
-        path = source.compile_to_file(name, arch, options)
+    for name, options in [*codec.variants(), *routing.variants()]:
+        path = cuda_kernels.compile_to_file(name, arch, options)
         assert path.read_bytes()[:4] == b"\x7fELF"
         assert path.parent == tmp_path / "fp4comm"
 
@@ -70,27 +71,27 @@ def test_an_edited_header_is_compiled_again(tmp_path, monkeypatch):
     pytest.importorskip("cupy", reason="needs CuPy (no GPU)")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     copy = tmp_path / "cuda"
-    shutil.copytree(source.folder(), copy)
-    monkeypatch.setattr(source, "folder", lambda: copy)
-    first = source.compile_to_file("row_source", "sm_90")
-    assert source.compile_to_file("row_source", "sm_90") == first
+    shutil.copytree(cuda_kernels.FOLDER, copy)
+    monkeypatch.setattr(cuda_kernels, "FOLDER", copy)
+    first = cuda_kernels.compile_to_file("slot_counts", "sm_90")
+    assert cuda_kernels.compile_to_file("slot_counts", "sm_90") == first
     (copy / "bits.cuh").write_text((copy / "bits.cuh").read_text() + "\n// edited\n")
-    assert source.compile_to_file("row_source", "sm_90") != first
+    assert cuda_kernels.compile_to_file("slot_counts", "sm_90") != first
 
 
 def test_a_kernel_that_does_not_compile_shows_the_compilers_log(tmp_path, monkeypatch):
     pytest.importorskip("cupy", reason="needs CuPy (no GPU)")
     (tmp_path / "wrong.cu").write_text("nonsense;\n")
-    monkeypatch.setattr(source, "folder", lambda: tmp_path)
+    monkeypatch.setattr(cuda_kernels, "FOLDER", tmp_path)
     with pytest.raises(RuntimeError, match=r"cuda/wrong\.cu: .*sm_90(.|\n)*nonsense"):
-        source.compile_to_file("wrong", "sm_90")
+        cuda_kernels.compile_to_file("wrong", "sm_90")
 
 
 def test_without_cupy_the_error_says_what_to_install(monkeypatch):
-    monkeypatch.setattr(source.torch.version, "cuda", "13.0")
+    monkeypatch.setattr(cuda_kernels.torch.version, "cuda", "13.0")
     monkeypatch.setitem(__import__("sys").modules, "cupy", None)
-    with pytest.raises(RuntimeError, match=r"needs CuPy .*pip install 'fp4comm\[cuda13\]'"):
-        source.cupy()
+    with pytest.raises(RuntimeError, match=r"need CuPy .*pip install 'fp4comm\[cuda13\]'"):
+        cuda_kernels.cupy()
 
 
 @by_rule

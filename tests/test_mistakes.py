@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import threading
 
 import mistakes
 import numpy as np
@@ -60,9 +61,12 @@ def test_ins_14_the_same_errors_without_asserts():
 def combine_with(change):
     """Run combine on 3 ranks with a mistake on rank 1; return what each rank raised."""
 
+    dispatched = threading.Barrier(3)  # else the mistake may stop a peer that still dispatches
+
     def on_rank(t):
         a2a = AllToAll(t, **mistakes.GOOD, arrive="bf16")
         d = a2a.dispatch(*mistakes.good_call())
+        dispatched.wait(30)
         args = (d.rows, d.handle)
         try:
             a2a.combine(*(change(a2a, *args) if t.rank == 1 else args))

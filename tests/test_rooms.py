@@ -20,14 +20,17 @@ ALLOWED = {
     "formats": set(),
     "precision": {"formats"},
     "check": {"formats"},
-    "routing": set(),
+    "cuda_kernels": set(),
+    "routing": {"check", "cuda_kernels", "formats", "routing"},
     "transport": {"transport"},
-    "codec": {"codec", "formats", "routing"},
+    "codec": {"codec", "cuda_kernels", "formats", "routing"},
     "reference": {"formats", "reference"},
     "packed": {"check", "codec", "formats", "routing"},
     "agreement": {"formats", "precision", "routing", "transport"},
+    "dispatched": {"packed", "precision", "routing", "transport"},
     "all_to_all": {
-        "agreement", "check", "codec", "formats", "packed", "precision", "routing", "transport",
+        "agreement", "check", "codec", "dispatched", "formats", "packed", "precision", "routing",
+        "transport",
     },
 }  # fmt: skip
 
@@ -38,6 +41,7 @@ OPERATIONS = (
     "to_bf16_rows",
     "to_fp8_columns",
     "dequantize",
+    "row_dots",
     "weighted_reduce",
     "final_reduce",
 )
@@ -72,7 +76,7 @@ def test_imports_go_one_way(path):
         assert set(imported_rooms(path)) <= allowed
 
 
-@pytest.mark.parametrize("room", ["reference", "codec.cpu"])
+@pytest.mark.parametrize("room", ["reference", "codec.cpu", "codec.cuda"])
 def test_operations_have_one_name_in_every_room(room):
     module = importlib.import_module(f"fp4comm.{room}")
     for name in OPERATIONS:

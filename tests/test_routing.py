@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from fp4comm import reference, routing
-from fp4comm.routing import Placement
+from fp4comm.routing import Placement, cpu
 
 
 def plan_by_loops(idx, weights, placement):
@@ -43,7 +43,7 @@ def test_plan_is_that_of_plain_loops(kind, num_tokens, topk, num_experts, num_ra
     assert plan.send_splits.tolist() == [
         sum(r == rank for r, _ in rows) for rank in range(num_ranks)
     ]
-    experts, row_weights = (a.tolist() for a in routing._route_columns(plan.route.numpy(), topk))
+    experts, row_weights = (a.tolist() for a in cpu._route_columns(plan.route.numpy(), topk))
     assert [(e, w) for e, w in zip(experts, row_weights, strict=True)] == list(rows.values())
     offsets, places = plan.place_offsets.tolist(), plan.places.tolist()
     tokens = [token for _, token in rows]
@@ -88,7 +88,7 @@ def test_layout_of_the_example():
     layout = routing.expert_layout(route, 2, np.array([3]), np.array([2, 2]), 4)
     assert layout.slot_rows.tolist() == [[4, 0], [5, -1], [1, -1]]
     assert layout.expert_offsets_array.tolist() == [0, 4, 8]
-    assert layout.row_source().tolist() == [0, 2, -1, -1, 0, 1, -1, -1]
+    assert layout.row_source.tolist() == [0, 2, -1, -1, 0, 1, -1, -1]
     assert layout.row_weights.tolist() == [1, 1, 0, 0, 1, 1, 0, 0]
 
 

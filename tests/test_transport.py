@@ -2,8 +2,12 @@
 
 The cases are in mpi/transport_cases.py; they run on threads ("local"), under mpirun, and in
 torch.distributed processes.  Ids such as COM-07 are those of the reports that a case comes from.
+What needs a GPU is in gpu/nccl_cases.py.
 """
 
+import dataclasses
+import re
+import shutil
 import subprocess
 import sys
 import textwrap
@@ -13,14 +17,16 @@ import time
 import numpy as np
 import pytest
 import ranks
+import torch
 
 from fp4comm import transport
+from fp4comm.transport import _nccl_ranks
 
 sys.path.insert(0, str(ranks.SCRIPTS))
 import transport_cases as cases  # noqa: E402
 
 MOVING = ["splits", "large", "counts", "rounds"]
-ALL_MOVING = [*MOVING, "arguments", "ahead", "call_numbers"]
+ALL_MOVING = [*MOVING, "arguments", "async_op", "stream", "ahead", "call_numbers"]
 STOPPING = ["stall=counts", "stall=exchange", "stall_named", "abort=counts", "abort=exchange"]
 STOPPING += ["with_error", "close"]
 DISAGREEING = ["disagree", "disagree_large", "other_call", "other_k"]
@@ -75,6 +81,7 @@ def test_torch_moves_every_row_to_its_place(num_ranks):
 def test_mpi_takes_any_communicator_and_any_number_of_transports():
     ranks.passed(ranks.mpirun(4, "mpi_groups.py", "subcommunicators", "two_at_once"))
     ranks.passed(ranks.mpirun(2, "mpi_groups.py", "wrong_comm", "recreate"))
+    ranks.passed(ranks.mpirun(4, "mpi_groups.py", "no_gpu"))
 
 
 def test_mpi_passes_2_and_4_gib():
@@ -84,7 +91,7 @@ def test_mpi_passes_2_and_4_gib():
 def test_torch_takes_any_group_and_any_number_of_transports():
     four = ranks.torch_ranks(4, "torch_groups.py", "not_initialized", "subgroups", "two_at_once")
     ranks.passed(*four)
-    two = ["not_initialized", "recreate", "other_backend", "recover", "open_late"]
+    two = ["not_initialized", "recreate", "other_backend", "no_gpu", "recover", "open_late"]
     ranks.passed(*ranks.torch_ranks(2, "torch_groups.py", *two))
 
 
@@ -167,7 +174,7 @@ def test_mpi_job_ends_though_a_rank_hangs_or_raises(case):
     assert text in run.stdout, ranks.report(run)
 
 
-@pytest.mark.parametrize("case", ["recover", "open_late"])
+@pytest.mark.parametrize("case", ["recover", "open_late", "no_gpu_and_late"])
 def test_mpi_new_transport_after_a_failure(case):
     run = ranks.mpirun(2, "mpi_groups.py", case)
     assert f"ok {case} rank 0" in run.stdout, ranks.report(run)
@@ -239,9 +246,8 @@ def test_local_peer_that_disagrees_on_nothing_is_told_too():
 def test_open_refuses_what_it_does_not_know():
     with pytest.raises(ValueError, match="name: expected one of local, mpi, nccl, torch, got 'ib'"):
         transport.open("ib")
-    with pytest.raises(RuntimeError, match='transport "nccl" is not there yet'):
-        transport.open("nccl")
-    with pytest.raises(ValueError, match='comm: belongs to transport "mpi", used with "local"'):
+    text = 'comm: belongs to transports "mpi" and "nccl", used with "local"'
+    with pytest.raises(ValueError, match=text):
         transport.open("local", comm=object())
     with pytest.raises(ValueError, match='group: belongs to transport "torch", used with "mpi"'):
         transport.open("mpi", group=object())
@@ -329,4 +335,115 @@ def test_available_names_every_transport():
     assert list(found) == list(transport.NAMES)
     assert found["local"] is None
     assert found["torch"] is None
-    assert "not there yet" in found["nccl"]
+    assert found["nccl"] is None or found["nccl"].startswith('transport "nccl" needs ')
+
+
+# ---- what NCCL needs
+
+
+HAS_ALL = _nccl_ranks.Presence("", 23000, "GPU 0", may_share=False)
+
+
+def error_of_all_ranks(presences):
+    """Compare ``presences``, one a rank, and return the error that all ranks raise, if any."""
+
+    def on_rank(t):
+        try:
+            _nccl_ranks.check_ranks(t, presences[t.rank])
+        except RuntimeError as error:
+            cases.case_counts(t)  # the transport is as it was
+            return str(error)
+        return None
+
+    errors = transport.run_local(len(presences), on_rank, 20.0)
+    assert len({*errors}) == 1, errors
+    return errors[0]
+
+
+def on_gpus(*devices, **of_all):
+    return [dataclasses.replace(HAS_ALL, device=f"GPU {d}", **of_all) for d in devices]
+
+
+def test_all_ranks_name_the_one_that_lacks_something():
+    presences = on_gpus(0, 1, 2)
+    presences[1] = _nccl_ranks.Presence("needs CuPy (ImportError: no)", 0, "", may_share=False)
+    text = 'rank 1 of 3: transport "local" needs CuPy (ImportError: no)'
+    assert error_of_all_ranks(presences) == text
+    presences[1] = dataclasses.replace(presences[1], missing="needs " + "\u20ac" * 600)
+    assert error_of_all_ranks(presences).startswith('rank 1 of 3: transport "local" needs \u20ac')
+    assert error_of_all_ranks(on_gpus(0, 1, 2)) is None
+
+
+def test_all_ranks_name_the_two_on_one_gpu():
+    """COM-29."""
+    text = error_of_all_ranks(on_gpus(0, 1, 0, version=22809))
+    assert text.startswith("rank 2 of 3: device: expected one for each rank, got GPU 0 for ranks 0")
+    assert "NCCL 2.30.0 or newer (found 2.28.9) and NCCL_MULTI_RANK_GPU_ENABLE=1" in text
+    assert error_of_all_ranks(on_gpus(0, 0, 0, may_share=True)) is None
+    presences = on_gpus(0, 0, 0, may_share=True)
+    presences[1] = HAS_ALL
+    assert "for ranks 0 and 1" in error_of_all_ranks(presences)
+
+
+def test_all_ranks_name_the_one_with_another_nccl():
+    presences = [*on_gpus(0, 1), dataclasses.replace(HAS_ALL, device="GPU 2", version=22708)]
+    text = "rank 2 of 3: NCCL: expected 2.30.0 as on rank 0, found 2.27.8"
+    assert error_of_all_ranks(presences) == text
+
+
+def test_all_ranks_raise_if_rank_0_gets_no_id():
+    """COM-30: what stands for NCCL here has no such function."""
+
+    def on_rank(t):
+        with cases.raises(RuntimeError, "rank 0 of 3: NCCL: no id for a communicator: "):
+            _nccl_ranks.share_id(t, None)
+        cases.case_counts(t)
+
+    transport.run_local(3, on_rank, 20.0)
+
+
+IMPORT_NCCL = """
+    from fp4comm.transport import _nccl_ranks
+    try:
+        print(_nccl_ranks.import_nccl().get_version())
+    except RuntimeError as error:
+        print(error)
+"""
+
+
+def test_missing_cupy_says_what_to_install(tmp_path):
+    """INS-03."""
+    (tmp_path / "cupy.py").write_text("raise ImportError('libcuda.so.1 is not there')")
+    said = python(IMPORT_NCCL, PYTHONPATH=f"{tmp_path}:{ranks.ROOT}")
+    want = (
+        r"needs CuPy \(ImportError: libcuda.so.1 is not there\); pip install 'fp4comm\[cuda1[23]\]'"
+    )
+    assert re.fullmatch(want, said.strip()), said
+
+
+def library_without_symbols(tmp_path, code):
+    """Build a libnccl.so.2 of ``code`` alone and return the environment in which it is found."""
+    pytest.importorskip("cupy")
+    if shutil.which("cc") is None or torch.version.cuda is not None:
+        pytest.skip("needs a C compiler, and a torch that needs no NCCL itself")
+    source = tmp_path / "nccl.c"
+    source.write_text(code)
+    library = tmp_path / "libnccl.so.2"
+    command = ["cc", "-shared", "-fPIC", "-Wl,-soname,libnccl.so.2", "-o", library, source]
+    subprocess.run(command, check=True)
+    return {"LD_LIBRARY_PATH": str(tmp_path), "LD_PRELOAD": str(library)}
+
+
+def test_old_nccl_is_named_with_the_version_that_is_needed(tmp_path):
+    """INS-06: CuPy's bindings do not load, since a symbol is missing."""
+    code = "int ncclGetVersion(int* version) { *version = 21210; return 0; }"
+    said = python(IMPORT_NCCL, **library_without_symbols(tmp_path, code))
+    want = r"needs NCCL 2.18.0 or newer, found 2.12.10; pip install 'fp4comm\[cuda1[23]\]'"
+    assert re.fullmatch(want, said.strip()), said
+
+
+def test_missing_nccl_says_what_to_install(tmp_path):
+    """INS-04: there is one of that name, which is none."""
+    said = python(IMPORT_NCCL, **library_without_symbols(tmp_path, ""))
+    want = r"needs libnccl \(.*undefined symbol: nccl.*\); pip install 'fp4comm\[cuda1[23]\]'"
+    assert re.fullmatch(want, said.strip()), said

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Iterator
 
 import numpy as np
 import torch
@@ -42,7 +43,7 @@ def expert_factor(expert: int) -> float:
 def expert_outputs(d: Dispatched, experts: range) -> torch.Tensor:
     """Let each expert multiply its rows by its factor, ``[M, hidden]`` bfloat16; 0 in padding."""
     rows = d.packed.to_bf16(d.handle.layout) if d.rows is None else d.rows
-    out = torch.zeros(rows.shape, dtype=torch.bfloat16)
+    out = torch.zeros(rows.shape, dtype=torch.bfloat16, device=rows.device)
     starts = d.expert_offsets.tolist()
     for expert, start, count in zip(experts, starts, d.num_rows_list, strict=False):
         live = slice(start, start + count)
@@ -95,7 +96,7 @@ class Checker:
         num_checked = int(sampled.sum())
         if not (
             d.num_rows_list == num_rows.tolist()
-            and np.array_equal(d.expert_offsets.numpy(), offsets)
+            and np.array_equal(d.expert_offsets.cpu().numpy(), offsets)
             and len(d.row_weights) == offsets[-1]
             and len(d.packed) == self._num_wire_rows
         ):
@@ -111,7 +112,7 @@ class Checker:
     def combine(self, y: torch.Tensor, dispatch: WireFormat, combine: WireFormat) -> Checked:
         """Compare the sums that came back with the reference: all ranks, the tokens of this one."""
         tokens, rank = self._tokens[self._rank], self._rank
-        got = _bits(y)
+        got = _bits(y.cpu())
         if got.shape != (self._num_tokens[rank], self._hidden):
             return Checked(len(tokens), max(len(tokens), 1))
         values = self._token_rows(dispatch).values[self._firsts[rank] : self._firsts[rank + 1]]
@@ -121,7 +122,32 @@ class Checker:
         wanted = reference.combine(outs, arrived, counts, combine)[rank]
         return Checked(len(tokens), int((got[tokens] != wanted).any(axis=1).sum()))
 
+    def plain(self, rows: torch.Tensor) -> Checked:
+        """Compare copies of tokens as `bench.plain` receives them: by source, expert, slot."""
+        slots = np.concatenate([*self._slots_by_source, np.zeros(0, np.int64)])
+        positions = self._positions[slots // self._num_topk]
+        sampled = np.flatnonzero(positions >= 0)
+        if rows.shape != (len(slots), self._hidden):
+            return Checked(len(sampled), max(len(sampled), 1))
+        got = _bits(rows[torch.from_numpy(sampled).to(rows.device)].cpu())
+        wanted = np.concatenate(self._xs)[positions[sampled]]
+        return Checked(len(sampled), int((got != wanted).any(axis=1).sum()))
+
+    @functools.cached_property
+    def num_expert_rows(self) -> int:
+        """Copies of tokens that go to experts, of all ranks."""
+        return sum(int((idx >= 0).sum()) for idx, _ in self._routing)
+
     # What has to be where
+
+    @property
+    def _slots_by_source(self) -> Iterator[Array]:
+        """Slots that go to this rank, numbered through all ranks: by source, then expert."""
+        first = 0
+        for idx, _ in self._routing:
+            flat = idx.reshape(-1)
+            yield from (first + np.flatnonzero(flat == expert) for expert in self.experts)
+            first += len(flat)
 
     @functools.cached_property
     def _layout(self) -> tuple[Array, Array, Array, Array]:
@@ -163,12 +189,13 @@ class Checker:
 
     def _wrong_outside(self, d: Dispatched, places: Array, slots: Array) -> int:
         """Count rows outside the sample with a wrong weight, and padding that is not empty."""
-        num_wrong = int((d.row_weights.numpy()[places] != self._weights[slots]).sum())
-        is_padding = np.ones(len(d.row_weights), bool)
+        row_weights = d.row_weights.cpu().numpy()
+        num_wrong = int((row_weights[places] != self._weights[slots]).sum())
+        is_padding = np.ones(len(row_weights), bool)
         is_padding[self._layout[0]] = False
         padding = np.flatnonzero(is_padding)
         if d.rows is None:
-            return num_wrong + int((d.row_weights.numpy()[padding] != 0).sum())
+            return num_wrong + int((row_weights[padding] != 0).sum())
         empty = [np.zeros((1, self._hidden * d.rows.element_size()), np.uint8)]
         if d.scales is not None:
             empty.append(np.ones(d.scales.shape[1], np.float32).view(np.uint8)[None])
@@ -245,30 +272,31 @@ def _bits(x: torch.Tensor) -> Array:
 
 
 @functools.cache
-def _e4m3_values() -> torch.Tensor:
-    return torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+def _e4m3_values(device: torch.device) -> torch.Tensor:
+    return torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float().to(device)
 
 
 def _values(rows: torch.Tensor, scales: torch.Tensor | None) -> torch.Tensor:
     """Decode BF16 rows, or E4M3 rows with a scale per 128, to float32."""
     if scales is None:
         return rows.float()
-    values = _e4m3_values()[rows.view(torch.uint8).int()]  # faster than float() of float8
+    values = _e4m3_values(rows.device)[rows.view(torch.uint8).int()]  # faster than its float()
     return values * scales.repeat_interleave(FP8_BLOCK, dim=1)[:, : rows.shape[1]]
 
 
 def _held_bytes(d: Dispatched, places: Array) -> Array:
     """Expert rows that arrived, ``[n, bytes]``: codes, scales and weight of a row side by side."""
-    index = torch.from_numpy(places)
-    weights = d.row_weights[index].unsqueeze(1).numpy()
+    index = torch.from_numpy(places).to(d.row_weights.device)
+    weights = d.row_weights[index].unsqueeze(1)
     if d.rows is None:
-        index = d.handle.layout.row_source().long()[index]
-        return _side_by_side(
-            d.packed.payload[index].numpy(), d.packed.scales[index].numpy(), weights
-        )
-    rows = d.rows.view(torch.uint8)[index].numpy()
-    scales = weights[:, :0] if d.scales is None else d.scales[index].numpy()
-    return _side_by_side(rows, scales, weights)
+        index = d.handle.layout.row_source[index].long()
+        return _on_host(d.packed.payload[index], d.packed.scales[index], weights)
+    scales = weights[:, :0] if d.scales is None else d.scales[index]
+    return _on_host(d.rows.view(torch.uint8)[index], scales, weights)
+
+
+def _on_host(*parts: torch.Tensor) -> Array:
+    return _side_by_side(*(part.cpu().numpy() for part in parts))
 
 
 def _side_by_side(*parts: Array) -> Array:

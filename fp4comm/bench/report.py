@@ -6,14 +6,13 @@ import collections
 import dataclasses
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from rich import box
 from rich.table import Table
 
-from fp4comm import machine
 from fp4comm.bench.rows import PARTS, Report, Row
 from fp4comm.bench.run import Settings
 from fp4comm.formats import WireFormat
@@ -24,55 +23,113 @@ here: its gain is in the bytes.  On a network, see `fp4comm bench` under mpirun 
 
 
 @dataclasses.dataclass(frozen=True)
+class Place:
+    """Where a rank runs.
+
+    Attributes:
+        host: its name; not written to JSON.
+        nccl_host: the name that NCCL_HOSTID gives it instead, for ranks of one host that are to
+            talk as if they were on several; empty without.
+        gpu: what identifies the GPU; empty on a CPU.
+    """
+
+    host: str
+    nccl_host: str = ""
+    gpu: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
 class Environment:
     """What a run took place on.
 
     Attributes:
         command: name and the options that were given.
         transport: its name, and the library below it.
-        hosts: host name of each rank; not written to JSON.
+        places: where each rank runs.
+        git: commit of the code, and whether files differ from it; None if unknown.
     """
 
     command: str
     num_ranks: int
     transport: str
-    hosts: list[str]
+    places: list[Place]
     machine: dict[str, Any]
     versions: dict[str, str | None]
+    git: dict[str, Any] | None = None
 
     @property
     def num_hosts(self) -> int:
         """Different hosts."""
-        return len(set(self.hosts))
+        return len({place.host for place in self.places})
+
+    @property
+    def num_nodes(self) -> int:
+        """What NCCL takes for different hosts."""
+        return len({(place.host, place.nccl_host) for place in self.places})
+
+    @property
+    def num_gpus(self) -> int:
+        """Different GPUs that ranks work on; 0 on CPUs."""
+        return len({(place.host, place.gpu) for place in self.places if place.gpu})
 
 
 def header_lines(environment: Environment, report: Report, settings: Settings) -> list[str]:
     """Say how the rows came about."""
     version, machine_ = environment.versions, environment.machine
-    hosts = ", ".join(f"{host} x{n}" for host, n in collections.Counter(environment.hosts).items())
     devices = ", ".join(machine_["cuda_devices"]) or "none"
-    libraries = ", ".join(f"{name} {version[name]}" for name in ("python", "torch", "numba"))
+    named = ("python", "torch", "numba") if settings.device == "cpu" else ("python", "torch")
+    libraries = ", ".join(f"{name} {version[name]}" for name in named)
     lines = [
         f"fp4comm {version['fp4comm']}  {environment.command}",
-        f"ranks {environment.num_ranks}, hosts {hosts}, transport {environment.transport}",
+        f"ranks {environment.num_ranks}, {_where(environment)}, transport {environment.transport}",
         f"{machine_['cpu']}, {machine_['usable_cores']} of {machine_['cores']} cores,"
         f" {machine_['kernel_threads']} kernel threads a rank, CUDA devices {devices}; {libraries}",
         f"{report.workload}; hidden {report.hidden}, top-{report.num_topk} of"
         f" {report.num_experts} experts",
         f"arrive {settings.arrive}, expert_alignment {settings.alignment}; {settings.warmup}"
         f" warm-up, {settings.iterations} timed, wire formats in turn; caches not flushed",
-        "a combine row belongs to the dispatch row above it; time: slowest rank in each call,"
-        " whole call",
+        "plain: all-to-all of BF16 rows, one copy per expert, in the order that they come; a"
+        " combine row",
+        "  belongs to the dispatch row above it",
+        *TIMED[settings.device],
         "busiest rank: sends most to others; wire rows, wire B: all it sends, to itself and route"
         " included",
         "bf16 B: the same rows in bf16; algbw: wire B / median; busbw: its bytes to other ranks /"
         " median",
-        "GB/s = 10^9 B/s; vs: times faster than the same op of the bf16 dispatch",
+        "GB/s = 10^9 B/s; vs bf16: times faster than the same op of the bf16 dispatch; vs plain:"
+        " than plain",
         f"#wrong: rows unlike fp4comm.reference, of all ranks; contents of"
         f" {report.num_tokens_checked} of {sum(report.num_tokens)} tokens are",
         "  compared byte for byte; counts, places, weights and padding of all",
     ]
     return [f"# {line}" for line in lines]
+
+
+TIMED = {
+    "cpu": ("time: slowest rank in each call, whole call",),
+    "cuda": (
+        "time: wall time of the slowest rank in each call, from a barrier behind a synchronized"
+        " device until",
+        "  the device is synchronized again; parts (in --json): as many further calls, with a"
+        " synchronize around",
+        "  each part, so that their sum is more than the time",
+    ),
+}
+
+
+def _where(environment: Environment) -> str:
+    """Name the hosts, and the virtual nodes and GPUs on them if that says more."""
+    hosts = _counted(place.host for place in environment.places)
+    lines = [f"hosts {hosts}"]
+    if environment.num_nodes > environment.num_hosts:
+        lines.append(f"virtual nodes {_counted(p.nccl_host for p in environment.places)}")
+    if environment.num_gpus:
+        lines.append(f"{environment.num_gpus} GPU{'s' * (environment.num_gpus > 1)}")
+    return ", ".join(lines)
+
+
+def _counted(names: Iterable[str]) -> str:
+    return ", ".join(f"{name} x{n}" for name, n in collections.Counter(names).items())
 
 
 def _range(numbers: Sequence[int]) -> str:
@@ -92,9 +149,14 @@ COLUMNS: tuple[tuple[str, str, int, Cell], ...] = (
     ("p90", "(us)", 9, lambda row, _: f"{row.time.p90_us:.1f}"),
     ("algbw", "(GB/s)", 7, lambda row, _: f"{row.algbw_gbs:.3f}"),
     ("busbw", "(GB/s)", 7, lambda row, _: f"{row.busbw_gbs:.3f}"),
-    ("vs", "(x)", 5, lambda row, report: _or_dash(row.speedup_in(report.rows), ".2f")),
+    ("vs bf16", "(x)", 7, lambda row, report: _or_dash(row.speedup_in(report.rows), ".2f")),
+    ("vs plain", "(x)", 8, lambda row, report: _or_dash(_vs_plain(row, report), ".2f")),
     ("#wrong", "(rows)", 6, lambda row, _: str(row.num_wrong)),
 )
+
+
+def _vs_plain(row: Row, report: Report) -> float | None:
+    return row.speedup_over_plain(report.rows)
 
 
 def row_lines(report: Report, link_gbs: float | None = None) -> list[str]:
@@ -114,7 +176,7 @@ def row_lines(report: Report, link_gbs: float | None = None) -> list[str]:
         too_fast += is_above
         lines.append(f"  {cells}{' !' if is_above else ''}")
     lines.append(f"# kernels compiled, or loaded, in {report.compile_s:.1f} s before all calls")
-    for op in PARTS:
+    for op in dict.fromkeys(row.op for row in report.rows):
         first = [f"{r.dispatch} {r.time.first_us / 1e3:.1f}" for r in report.rows if r.op == op]
         lines.append(f"# first {op} calls, not in the rows (ms): {', '.join(first)}")
     if too_fast:
@@ -157,6 +219,8 @@ def demo_notes(environment: Environment, report: Report, settings: Settings) -> 
         f" {settings.iterations} calls; exchange includes",
         "the wait for slower ranks.  Experts got FP8 rows, also from the bf16 wire.",
     ]
+    if settings.device == "cuda":
+        lines.append("On a GPU parts are timed one by one, in further calls, and add up to more.")
     if environment.num_hosts == 1:
         lines.append(LOOPBACK)
     num_checked = sum(row.num_checked for row in report.rows)
@@ -253,6 +317,7 @@ def as_json(
             "algbw_gbs": row.algbw_gbs,
             "busbw_gbs": row.busbw_gbs,
             "vs_bf16": row.speedup_in(report.rows),
+            "vs_plain": row.speedup_over_plain(report.rows),
         }
         for row in report.rows
     ]
@@ -261,9 +326,11 @@ def as_json(
         "arguments": {name: _without_folder(value) for name, value in arguments.items()},
         "machine": environment.machine,
         "versions": environment.versions,
-        "git": machine.git(),
+        "git": environment.git,
         "ranks": environment.num_ranks,
         "hosts": environment.num_hosts,
+        "nodes": environment.num_nodes,
+        "gpus": environment.num_gpus,
         "transport": environment.transport,
         "workload": report.workload,
         "hidden": report.hidden,

@@ -117,7 +117,8 @@ class Row:
     """What was measured of one operation with one wire format.
 
     Attributes:
-        op: ``"dispatch"`` or ``"combine"``.
+        op: ``"dispatch"``, ``"combine"``, or ``"plain"``: an all-to-all of BF16 rows, one copy per
+            expert.
         format: wire format of the operation.
         dispatch: wire format of the dispatch; that of the same run for a combine.
         tokens: of the rank that has most.
@@ -158,8 +159,19 @@ class Row:
 
     def speedup_in(self, rows: Sequence[Row]) -> float | None:
         """Times faster than the row of the same operation with bf16 dispatch, if there is one."""
-        base = next((r for r in rows if (r.op, r.dispatch) == (self.op, "bf16")), None)
+        return self._speedup_over(next((r for r in rows if _is_base_of(self, r)), None))
+
+    def speedup_over_plain(self, rows: Sequence[Row]) -> float | None:
+        """Times that a dispatch is faster than the plain all-to-all, if there is one."""
+        peer = next((r for r in rows if r.op == "plain"), None)
+        return self._speedup_over(peer) if self.op == "dispatch" else None
+
+    def _speedup_over(self, base: Row | None) -> float | None:
         return None if base is None else speedup(base.time.median_us, self.time.median_us)
+
+
+def _is_base_of(row: Row, other: Row) -> bool:
+    return row.op in PARTS and (other.op, other.dispatch) == (row.op, "bf16")
 
 
 @dataclasses.dataclass(frozen=True)

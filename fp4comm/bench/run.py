@@ -1,25 +1,27 @@
 """Measuring dispatch and combine: times of the slowest rank, bytes of the busiest, rows checked.
 
-As in nccl-tests: each timed call begins with a barrier and ends when its result is there; each
-result of the last iteration is checked against the reference.  Wire formats take turns within an
-iteration, so that their ratio does not depend on what else the machine does.
+As in nccl-tests: each timed call begins with a barrier and ends when its result is there, on a GPU
+too; each result of the last iteration is checked against the reference.  Wire formats take turns
+within an iteration, so that their ratio does not depend on what else the machine does.  On a CPU
+the parts of a call are timed within it; on a GPU, where each part then waits for the device, in
+further calls.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from fp4comm import check
 from fp4comm.all_to_all import ARRIVALS, AllToAll, Dispatched
 from fp4comm.bench.check import SAMPLE_ELEMENTS, Checked, Checker, expert_outputs
+from fp4comm.bench.clock import Stopwatch, gather
+from fp4comm.bench.plain import Plain
 from fp4comm.bench.rows import PARTS, Report, Row, check_counts, row_bytes, sqnr_db, timing, traffic
 from fp4comm.bench.workload import Workload
 from fp4comm.formats import WireFormat
@@ -27,6 +29,9 @@ from fp4comm.precision import Precision
 from fp4comm.transport import Transport, run_local
 
 Result = TypeVar("Result")
+
+DEVICES = ("cpu", "cuda")
+WHOLE, BY_PART = "whole", "by part"  # how a call is timed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,6 +47,8 @@ class Settings:
         iterations: timed calls.
         check_all: check the contents of all rows, not of a sample.
         timeout_s: as `AllToAll` takes it.
+        device: ``"cpu"``, or ``"cuda"``: the device that is current on each rank.
+        plain: also measure the plain all-to-all of BF16 rows.
     """
 
     wires: tuple[str, ...]
@@ -52,6 +59,8 @@ class Settings:
     iterations: int = 20
     check_all: bool = False
     timeout_s: float = 300.0
+    device: str = "cpu"
+    plain: bool = False
 
     def __post_init__(self) -> None:
         """Check the arguments."""
@@ -62,6 +71,7 @@ class Settings:
             self.combine_of(wire)
         check.one_of("arrive", self.arrive, ARRIVALS)
         check.positive_int("alignment", self.alignment)
+        check.one_of("device", self.device, DEVICES)
         check_counts(self.warmup, self.iterations)
 
     def combine_of(self, wire: str) -> WireFormat:
@@ -88,18 +98,26 @@ def measure(
     progress("making inputs")
     limit = None if settings.check_all else SAMPLE_ELEMENTS
     checker = Checker(workload, transport.rank, settings.arrive, settings.alignment, limit)
+    inputs = _inputs(workload, transport.rank, settings.device)
     runs = [Run(transport, workload, settings, wire, checker) for wire in settings.wires]
-    inputs = _inputs(workload, transport.rank)
+    peers = [Plain(transport, workload, settings.device, checker)] if settings.plain else []
     last = settings.warmup + settings.iterations - 1
     for i in range(last + 1):
         if i == settings.warmup:
             progress(f"timing {settings.iterations} calls of each operation and wire format")
         if i == last:
             progress("checking against the reference")
+        for peer in peers:
+            peer.once(inputs, check_result=i == last)
         for run in runs:
             run.once(inputs, check_result=i == last)
+    if settings.device == "cuda":
+        progress("timing the parts of calls")
+        for run in runs * settings.iterations:
+            run.once_by_part(inputs)
+    rows = [peer.row(settings.warmup) for peer in peers]
     return Report(
-        rows=[row for run in runs for row in run.rows()],
+        rows=rows + [row for run in runs for row in run.rows()],
         workload=workload.name,
         hidden=workload.hidden,
         num_experts=workload.num_experts,
@@ -111,24 +129,33 @@ def measure(
 
 
 def compile_first(transport: Transport, settings: Settings) -> float:
-    """Let rank 0 compile the kernels into numba's cache, from which the others load them.
+    """Let rank 0 compile the kernels into the cache on disk, from which the others load them.
 
     Returns:
         The seconds that rank 0 took for it.
     """
+    device = current_device(settings.device)
 
     def once_alone(alone: Transport) -> None:
-        idx = torch.tensor([[0, 1], [1, 0]])
+        if device.type == "cuda":
+            torch.cuda.set_device(device)  # of this thread
+        inputs = torch.ones(2, 128).bfloat16(), torch.tensor([[0, 1], [1, 0]]), torch.ones(2, 2)
+        x, idx, weights = (part.to(device) for part in inputs)
         for wire in settings.wires:
             a2a = _all_to_all(alone, settings, wire, num_experts=2, hidden=128)
-            d = a2a.dispatch(torch.ones(2, 128, dtype=torch.bfloat16), idx, torch.ones(2, 2))
-            a2a.combine(expert_outputs(d, range(2)), d.handle)
+            d = a2a.dispatch(x, idx, weights)
+            a2a.combine(expert_outputs(d, range(2)), d.handle).cpu()
 
     start = time.perf_counter_ns()
     if transport.rank == 0:
         run_local(1, once_alone)
     transport.phase = "compiling on rank 0"
     return int(gather(transport, [time.perf_counter_ns() - start])[0, 0]) / 1e9
+
+
+def current_device(kind: str) -> torch.device:
+    """Name the device of this kind that is current in this thread."""
+    return torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
 
 
 def _all_to_all(
@@ -145,10 +172,12 @@ def _all_to_all(
     )
 
 
-def _inputs(workload: Workload, rank: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    idx, weights = workload.routing(rank)
+def _inputs(
+    workload: Workload, rank: int, device: str
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    idx, weights = map(torch.from_numpy, workload.routing(rank))
     x = workload.rows(rank, np.arange(workload.num_tokens[rank]))
-    return x, torch.from_numpy(idx), torch.from_numpy(weights)
+    return x.to(device), idx.to(device), weights.to(device)
 
 
 class Run:
@@ -164,34 +193,42 @@ class Run:
     ) -> None:
         """Make the AllToAll; collective."""
         self._transport, self._workload, self._settings = transport, workload, settings
-        self._checker = checker
+        self._checker, self._stopwatch = checker, Stopwatch(transport, settings.device)
         self._wires = {"dispatch": WireFormat.of(wire), "combine": settings.combine_of(wire)}
         self._a2a = _all_to_all(transport, settings, wire, workload.num_experts, workload.hidden)
-        self._samples: dict[str, list[list[int]]] = {op: [] for op in PARTS}  # ns: call, its parts
+        self._samples: dict[str, list[int]] = {op: [] for op in PARTS}  # ns of whole calls
+        self._parts: dict[str, list[list[int]]] = {op: [] for op in PARTS}  # ns of the parts
         self._checked: dict[str, Checked] = {}
         self._recv_splits = np.zeros(transport.num_ranks, np.int64)
 
     def once(self, inputs: tuple[Any, ...], *, check_result: bool) -> None:
-        """Dispatch, let the experts work untimed, combine."""
-        d: Dispatched = self._timed("dispatch", lambda: self._a2a.dispatch(*inputs))
+        """Dispatch, let the experts work untimed, combine; on a CPU also time the parts."""
+        kinds = (WHOLE,) if self._settings.device == "cuda" else (WHOLE, BY_PART)
+        d, y = self._round(inputs, kinds)
         self._recv_splits = d.handle.layout.recv_splits
         if check_result:
             self._checked["dispatch"] = self._checker.dispatch(d, self._wires["dispatch"])
-        out = expert_outputs(d, self._checker.experts)
-        y = self._timed("combine", lambda: self._a2a.combine(out, d.handle))
-        if check_result:
             self._checked["combine"] = self._checker.combine(y, **self._wires)
 
-    def _timed(self, op: str, call: Callable[[], Result]) -> Result:
+    def once_by_part(self, inputs: tuple[Any, ...]) -> None:
+        """Do the same and time the parts alone: on a GPU each waits for the device."""
+        self._round(inputs, (BY_PART,))
+
+    def _round(
+        self, inputs: tuple[Any, ...], kinds: tuple[str, ...]
+    ) -> tuple[Dispatched, torch.Tensor]:
+        d = self._timed("dispatch", kinds, lambda: self._a2a.dispatch(*inputs))
+        out = expert_outputs(d, self._checker.experts)
+        return d, self._timed("combine", kinds, lambda: self._a2a.combine(out, d.handle))
+
+    def _timed(self, op: str, kinds: tuple[str, ...], call: Callable[[], Result]) -> Result:
         timings: dict[str, float] = {}
-        self._a2a.timings = timings
-        self._transport.phase = "benchmark barrier"
-        gather(self._transport, [0])
-        start = time.perf_counter_ns()
-        result = call()
-        sample = [time.perf_counter_ns() - start]
-        sample += [round(timings[f"{op} {part}"] * 1e9) for part in PARTS[op]]
-        self._samples[op].append(sample)
+        self._a2a.timings = timings if BY_PART in kinds else None
+        result, took = self._stopwatch.time(call)
+        if WHOLE in kinds:
+            self._samples[op].append(took)
+        if BY_PART in kinds:
+            self._parts[op].append([round(timings[f"{op} {part}"] * 1e9) for part in PARTS[op]])
         return result
 
     def rows(self) -> list[Row]:
@@ -201,9 +238,7 @@ class Run:
 
     def _row(self, op: str) -> Row:
         workload, wire = self._workload, self._wires[op]
-        samples = np.array(self._samples[op], np.int64)
-        ranks = gather(self._transport, samples.reshape(-1)).reshape(-1, *samples.shape)
-        slowest_us = ranks.max(axis=0) / 1e3
+        slowest_us = gather(self._transport, self._samples[op]).max(axis=0) / 1e3
         arrived = gather(self._transport, self._recv_splits)  # row d: what rank d got from each
         sent_rows = arrived.T if op == "dispatch" else arrived  # combine goes the way back
         route = workload.num_topk if op == "dispatch" else 0
@@ -219,22 +254,19 @@ class Run:
             wire_rows=rows,
             wire_bytes=traffic(sent_rows * num_bytes),
             bf16_bytes=rows.sent * row_bytes(WireFormat("bf16"), workload.hidden, route),
-            expert_bytes=self._num_expert_rows * copy_bytes,
-            time=timing(slowest_us[:, 0].tolist(), self._settings.warmup),
-            parts_us=self._parts_us(op, slowest_us),
+            expert_bytes=self._checker.num_expert_rows * copy_bytes,
+            time=timing(slowest_us.tolist(), self._settings.warmup),
+            parts_us=self._parts_us(op),
             num_checked=checked.num_rows,
             num_wrong=checked.num_wrong,
             sqnr_db=sqnr_db(checked.signal, checked.noise),
         )
 
-    def _parts_us(self, op: str, slowest_us: npt.NDArray[Any]) -> dict[str, float]:
-        medians = np.median(slowest_us[self._settings.warmup :, 1:], axis=0)
+    def _parts_us(self, op: str) -> dict[str, float]:
+        samples = np.array(self._parts[op][-self._settings.iterations :], np.int64)
+        ranks = gather(self._transport, samples.reshape(-1)).reshape(-1, *samples.shape)
+        medians = np.median(ranks.max(axis=0) / 1e3, axis=0)
         return dict(zip(PARTS[op], medians.tolist(), strict=True))
-
-    @functools.cached_property
-    def _num_expert_rows(self) -> int:
-        ranks = range(self._transport.num_ranks)
-        return sum(int((self._workload.routing(rank)[0] >= 0).sum()) for rank in ranks)
 
     def _gather_checked(self, op: str) -> Checked:
         mine = self._checked[op]
@@ -242,9 +274,3 @@ class Run:
         bits = np.array([mine.signal, mine.noise]).view(np.int64)
         signal, noise = gather(self._transport, bits).view(np.float64).sum(axis=0)
         return Checked(int(counts[0]), int(counts[1]), float(signal), float(noise))
-
-
-def gather(transport: Transport, values: npt.ArrayLike) -> npt.NDArray[np.int64]:
-    """Bring integers of all ranks to all, ``[num_ranks, len(values)]``; also a barrier."""
-    row = np.asarray(values, np.int64)
-    return transport.exchange_counts(np.tile(row, (transport.num_ranks, 1)))

@@ -201,7 +201,7 @@ class Recorded:
         self.hidden = check.hidden(self._x.shape[1])
         self.num_topk = self._idx.shape[1]
         self.num_experts = int(self._idx.max()) + 1 if num_experts is None else num_experts
-        check.topk_idx(idx, len(idx), self.num_experts, idx.device)
+        check.expert_range(check.topk_idx(idx, len(idx), idx.device), self.num_experts)
         self._offsets = _shares(len(idx), num_ranks, tokens)
         self.num_tokens = np.diff(self._offsets).tolist()
 

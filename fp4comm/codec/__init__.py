@@ -13,10 +13,13 @@ Each implementation has the same functions, and each gives the bytes of `fp4comm
 
 from __future__ import annotations
 
+import functools
 import importlib
 from typing import Any
 
 import torch
+
+from fp4comm import cuda_kernels
 
 IMPLEMENTATIONS = ("cpu", "cuda")
 
@@ -25,24 +28,35 @@ def of(device: torch.device) -> Any:
     """Return the implementation for tensors of `device`.
 
     Raises:
-        RuntimeError: there is none for that device, or what it needs is not installed.
+        RuntimeError: there is none for that device, or what it needs is missing.
     """
-    if device.type == "cpu":
-        try:
-            return importlib.import_module("fp4comm.codec.cpu")
-        except ImportError as error:
-            raise RuntimeError(f'codec "cpu" needs numba ({error}); pip install numba') from error
-    raise RuntimeError(
-        f"x: expected a CPU tensor, got one on {device} (codecs here: cpu; use x.cpu())"
-    )
+    if device.type not in IMPLEMENTATIONS:
+        raise RuntimeError(
+            f"x: expected a CPU or CUDA tensor, got one on {device} (codecs:"
+            f" {', '.join(IMPLEMENTATIONS)}; use x.cpu())"
+        )
+    return _load(device.type)
+
+
+@functools.cache
+def _load(name: str) -> Any:
+    """Import an implementation, if it can run here."""
+    missing = cuda_kernels.missing() if name == "cuda" else None
+    if missing is not None:
+        raise RuntimeError(f'codec "cuda": {missing}')
+    try:
+        return importlib.import_module(f"fp4comm.codec.{name}")
+    except ImportError as error:
+        raise RuntimeError(f'codec "cpu" needs numba ({error}); pip install numba') from error
 
 
 def available() -> dict[str, str | None]:
     """Name each implementation with None if it is usable here, else with what it lacks."""
-    found: dict[str, str | None] = {"cuda": "not in this release"}
-    try:
-        of(torch.device("cpu"))
-        found["cpu"] = None
-    except RuntimeError as error:
-        found["cpu"] = str(error)
+    found: dict[str, str | None] = {}
+    for name in IMPLEMENTATIONS:
+        try:
+            _load(name)
+            found[name] = None
+        except RuntimeError as error:
+            found[name] = str(error)
     return found

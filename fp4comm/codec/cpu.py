@@ -11,7 +11,7 @@ import torch
 from fp4comm.codec import cpu_kernels as kernels
 from fp4comm.codec import threads
 from fp4comm.formats import FP8_BLOCK, TILE_ROWS, WireFormat
-from fp4comm.routing import ExpertLayout, RoutePlan
+from fp4comm.routing import ExpertLayout, RoutePlan, tile_table
 
 KINDS = {
     "bfloat16": kernels.BFLOAT16_ROWS,
@@ -42,7 +42,7 @@ def quantize_rows(
         place_offsets, places = _range(num_tokens + 1), _range(num_tokens)
     else:
         place_offsets, places = plan.place_offsets.numpy(), plan.places.numpy()
-    payload, scales = empty_rows(len(places), wire, hidden)
+    payload, scales = empty_rows(len(places), wire, hidden, codes.device)
     kernel, dtype = {
         torch.bfloat16: (kernels.quantize_bf16_rows, torch.int16),
         torch.float32: (kernels.quantize_f32_rows, torch.float32),
@@ -65,8 +65,11 @@ def quantize_rows(
     return payload, scales
 
 
-def empty_rows(num_rows: int, wire: WireFormat, hidden: int) -> tuple[torch.Tensor, torch.Tensor]:
+def empty_rows(
+    num_rows: int, wire: WireFormat, hidden: int, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Allocate wire rows: payload and scales."""
+    del device  # the host is one
     return (
         empty((num_rows, wire.payload_bytes(hidden)), np.uint8),
         empty((num_rows, wire.scale_bytes(hidden)), np.uint8),
@@ -126,8 +129,18 @@ def to_bf16_rows(
     wire: WireFormat,
     hidden: int,
     layout: ExpertLayout | None = None,
+    row_weights: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Convert wire rows to ``[M, hidden]`` bfloat16, expert-major where a layout is given."""
+    """Convert wire rows to ``[M, hidden]`` bfloat16, expert-major where a layout is given.
+
+    Args:
+        payload: ``[n, payload_bytes]`` uint8.
+        scales: ``[n, scale_bytes]`` uint8.
+        wire: their format.
+        hidden: elements in a row.
+        layout: where each wire row goes; None: row r to row r.
+        row_weights: ``[M]`` float32 that each row is multiplied by in float32; with a layout.
+    """
     num_rows = payload.shape[0] if layout is None else layout.num_expert_rows
     out = empty((num_rows, hidden), np.uint16)
     threads.run(
@@ -139,6 +152,7 @@ def to_bf16_rows(
         payload.numpy(),
         scales.numpy(),
         _slot_rows(layout, payload.shape[0]),
+        np.empty(0, np.float32) if row_weights is None else row_weights.numpy(),
         out.numpy(),
     )
     if layout is not None:
@@ -180,30 +194,66 @@ def to_fp8_columns(
     """
     if layout is None:
         num_rows, row_source = payload.shape[0], _range(payload.shape[0])
-        live, offsets = np.array([num_rows]), np.array([0, num_rows])
+        tiles = tile_table(np.array([num_rows]), np.array([0, num_rows]))
     else:
-        num_rows, row_source = layout.num_expert_rows, layout.row_source().numpy()
-        live = np.array(layout.num_rows_list, np.int64)
-        offsets = layout.expert_offsets_array
-    tile_starts, tile_rows = _tiles(live, offsets)
+        num_rows, row_source = layout.num_expert_rows, layout.row_source.numpy()
+        tiles = layout.tiles.numpy()
+    num_tiles = len(tiles) // 2
     out = empty((hidden, num_rows), np.uint8)
-    out_scales = empty((len(tile_rows), hidden), np.float32)
+    out_scales = empty((num_tiles, hidden), np.float32)
     threads.run(
         kernels.to_fp8_columns,
-        len(tile_rows),
+        num_tiles,
         TILE_ROWS * (wire.row_bytes(hidden) + hidden),
         _kind(wire),
         wire.format.block,
         wire.format.element.headroom,
         payload.numpy(),
         scales.numpy(),
-        tile_starts,
-        tile_rows,
+        tiles[: num_tiles + 1],
+        tiles[num_tiles + 1 :],
         row_source,
         out.numpy(),
         out_scales.numpy(),
     )
     return out.view(torch.float8_e4m3fn), out_scales
+
+
+def row_dots(
+    payload: torch.Tensor,
+    scales: torch.Tensor,
+    wire: WireFormat,
+    hidden: int,
+    expert_out: torch.Tensor,
+    layout: ExpertLayout,
+) -> torch.Tensor:
+    """Multiply each expert row by its wire row: the gradient of the row's weight.
+
+    Args:
+        payload: ``[n, payload_bytes]`` uint8.
+        scales: ``[n, scale_bytes]`` uint8.
+        wire: their format.
+        hidden: elements in a row.
+        expert_out: ``[M, hidden]`` bfloat16.
+        layout: which expert rows a wire row has.
+
+    Returns:
+        ``[M]`` float32 dot products, summed as `reference.row_dots` says; 0 in padding.
+    """
+    out = torch.zeros(layout.num_expert_rows, dtype=torch.float32)
+    threads.run(
+        kernels.row_dots,
+        payload.shape[0],
+        wire.row_bytes(hidden) + 2 * hidden,
+        _kind(wire),
+        wire.format.block,
+        payload.numpy(),
+        scales.numpy(),
+        expert_out.view(torch.int16).numpy(),
+        layout.slot_rows.numpy(),
+        out.numpy(),
+    )
+    return out
 
 
 def weighted_reduce(
@@ -222,7 +272,7 @@ def weighted_reduce(
     """
     hidden = expert_out.shape[1]
     slot_rows = layout.slot_rows.numpy()
-    payload, scales = empty_rows(len(slot_rows), wire, hidden)
+    payload, scales = empty_rows(len(slot_rows), wire, hidden, expert_out.device)
     use_weights = weighted and layout.weights is not None
     weights = layout.weights if use_weights else torch.empty((0, 0))
     assert weights is not None
@@ -279,13 +329,3 @@ def _fill_padding(layout: ExpertLayout, out: np.ndarray, out_scales: np.ndarray)
     padding = int(offsets[-1] - live.sum())
     row_bytes = padding * out.shape[1] * out.itemsize // max(len(live), 1)
     threads.run(kernels.fill_padding, len(live), row_bytes, live, offsets, out, out_scales)
-
-
-def _tiles(live: np.ndarray, offsets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """First expert row of each tile, with the end of the last one behind, and live rows of each."""
-    tiles = -(-live // TILE_ROWS)
-    expert = np.repeat(np.arange(len(live)), tiles)
-    idx = np.arange(len(expert)) - np.repeat(np.cumsum(tiles) - tiles, tiles)
-    starts = offsets[expert] + idx * TILE_ROWS
-    rows = np.minimum(live[expert] - idx * TILE_ROWS, TILE_ROWS)
-    return np.append(starts, offsets[-1]).astype(np.int64), rows.astype(np.int64)

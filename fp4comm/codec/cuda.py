@@ -3,8 +3,6 @@
 Launches go to torch's current stream of the tensors' device, and nothing waits for them.  Tensors
 are contiguous and on one device; callers have checked them.  The functions are those of `cpu.py`
 and mean the same; shapes and meaning of a kernel's arguments stand in its file.
-
-A plan or layout may still be on the CPU: what a kernel reads of it is copied then.
 """
 
 from __future__ import annotations
@@ -15,9 +13,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from fp4comm.codec import source
+from fp4comm import cuda_kernels
 from fp4comm.formats import FORMATS, FP8_BLOCK, TILE_ROWS, WireFormat
-from fp4comm.routing import ExpertLayout, RoutePlan
+from fp4comm.routing import ExpertLayout, RoutePlan, tile_table, upload
 
 INPUTS = {
     torch.bfloat16: "INPUT_BF16",
@@ -46,7 +44,7 @@ class Shape:
     ahead: int = 4
     max_registers: int = 0
 
-    def options(self) -> source.Options:
+    def options(self) -> cuda_kernels.Options:
         """What the kernel's compiler must know of it."""
         limit = (f"--maxrregcount={self.max_registers}",) if self.max_registers else ()
         names = {"PIECE": self.piece, "UNROLL": self.unroll, "AHEAD": self.ahead}
@@ -70,46 +68,8 @@ BLOCK_ROWS = 32  # of a thread block that writes scales by column; cuda/to_fp8_r
 PADDING_BLOCKS = 16  # thread blocks an expert that zero its padding; cuda/rows.cuh
 COLUMN_LANES = 8  # cuda/to_fp8_columns.cu
 MIN_BLOCKS = {"mxfp4": 5}  # thread blocks a multiprocessor, there; 3 for other wires
-ALIGNMENT = 16  # bytes, of the widest access
+DOT_WARPS = 4  # of a thread block of row_dots; a row each
 CHUNKS = object()  # stands for the argument that `_launch_rows` knows
-
-
-@dataclasses.dataclass(frozen=True)
-class DeviceLayout:
-    """What kernels read of an `ExpertLayout`, on the device.  Takes its place as an argument.
-
-    Attributes:
-        num_expert_rows: M.
-        slot_rows: ``[n, K]`` int32.
-        weights: ``[n, K]`` float32 or None.
-        padding: ``[2, local experts]`` int64, first padding row and the row behind the last.
-        row_source: ``[M]`` int32, wire row of each live expert row; others are not set.
-        tiles: ``[2 * tiles + 1]`` int64: first row of each tile, M, live rows of each tile.
-    """
-
-    num_expert_rows: int
-    slot_rows: torch.Tensor
-    weights: torch.Tensor | None
-    padding: torch.Tensor
-    row_source: torch.Tensor
-    tiles: torch.Tensor
-
-
-def on_device(layout: ExpertLayout | DeviceLayout, device: torch.device) -> DeviceLayout:
-    """Copy what kernels read of a layout to the device; callers keep it to save the copies."""
-    if isinstance(layout, DeviceLayout):
-        return layout
-    offsets, live = layout.expert_offsets_array, np.array(layout.num_rows_list, np.int64)
-    padding = np.stack([offsets[:-1] + live, offsets[1:]])
-    slot_rows = _on(device, layout.slot_rows)
-    return DeviceLayout(
-        layout.num_expert_rows,
-        slot_rows,
-        None if layout.weights is None else _on(device, layout.weights),
-        _on(device, torch.from_numpy(padding)),
-        _row_source(slot_rows, layout.num_expert_rows),
-        _on(device, torch.from_numpy(_tiles(live, offsets))),
-    )
 
 
 def quantize_rows(
@@ -129,8 +89,8 @@ def quantize_rows(
         (num_tokens, hidden),
         codes,
         x_scales[0] if x_scales else None,
-        None if plan is None else _on(device, plan.place_offsets),
-        None if plan is None else _on(device, plan.places),
+        None if plan is None else plan.place_offsets,
+        None if plan is None else plan.places,
         payload,
         scales,
         np.int64(num_tokens),
@@ -142,7 +102,7 @@ def quantize_rows(
 
 
 def empty_rows(
-    num_rows: int, wire: WireFormat, hidden: int, device: torch.device | str = "cuda"
+    num_rows: int, wire: WireFormat, hidden: int, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Allocate wire rows: payload and scales."""
     return (
@@ -156,7 +116,7 @@ def to_fp8_rows(
     scales: torch.Tensor,
     wire: WireFormat,
     hidden: int,
-    layout: ExpertLayout | DeviceLayout | None = None,
+    layout: ExpertLayout | None = None,
     scale_layout: str = "row",
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Convert wire rows to FP8 rows.  See `cpu.to_fp8_rows`."""
@@ -168,7 +128,7 @@ def to_fp8_rows(
     shape = (groups, num_out) if by_column else (num_out, groups)
     out_scales = torch.empty(shape, dtype=torch.float32, device=device)
     row_stride, group_stride = (1, num_out) if by_column else (groups, 1)
-    slot_rows, padding, num_slots, num_experts = _slots(layout, device)
+    slot_rows, padding, num_slots, num_experts = _slots(layout)
     _launch_rows(
         "to_fp8_rows",
         wire_options(wire, COLUMN_SCALES=int(by_column)),
@@ -196,13 +156,13 @@ def to_bf16_rows(
     scales: torch.Tensor,
     wire: WireFormat,
     hidden: int,
-    layout: ExpertLayout | DeviceLayout | None = None,
+    layout: ExpertLayout | None = None,
 ) -> torch.Tensor:
     """Convert wire rows to bfloat16 rows.  See `cpu.to_bf16_rows`."""
     device, num_rows = payload.device, payload.shape[0]
     num_out = num_rows if layout is None else layout.num_expert_rows
     out = torch.empty((num_out, hidden), dtype=torch.bfloat16, device=device)
-    slot_rows, padding, num_slots, num_experts = _slots(layout, device)
+    slot_rows, padding, num_slots, num_experts = _slots(layout)
     _launch_rows(
         "to_bf16_rows",
         wire_options(wire),
@@ -246,23 +206,22 @@ def to_fp8_columns(
     scales: torch.Tensor,
     wire: WireFormat,
     hidden: int,
-    layout: ExpertLayout | DeviceLayout | None = None,
+    layout: ExpertLayout | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Convert wire rows to FP8 columns.  See `cpu.to_fp8_columns`."""
     device, num_rows = payload.device, payload.shape[0]
     if layout is None:
         num_out, sources = num_rows, None
-        offsets = np.array([0, num_rows], np.int64)
-        tiles = _on(device, torch.from_numpy(_tiles(offsets[1:], offsets)))
+        live = np.array([num_rows])
+        [tiles] = upload(device, tile_table(live, np.array([0, num_rows])))
     else:
-        tables = on_device(layout, device)
-        num_out, sources, tiles = tables.num_expert_rows, tables.row_source, tables.tiles
+        num_out, sources, tiles = layout.num_expert_rows, layout.row_source, layout.tiles
     num_tiles = len(tiles) // 2
     out = torch.empty((hidden, num_out), dtype=torch.uint8, device=device)
     out_scales = torch.empty((num_tiles, hidden), dtype=torch.float32, device=device)
     columns = COLUMN_LANES * (8 if wire.name == "bf16" else 32)  # of a thread block
     column_blocks = -(-hidden // columns)
-    _launch(
+    cuda_kernels.launch(
         "to_fp8_columns",
         _column_options(wire),
         num_tiles * column_blocks,
@@ -281,9 +240,36 @@ def to_fp8_columns(
     return out.view(torch.float8_e4m3fn), out_scales
 
 
+def row_dots(
+    payload: torch.Tensor,
+    scales: torch.Tensor,
+    wire: WireFormat,
+    hidden: int,
+    expert_out: torch.Tensor,
+    layout: ExpertLayout,
+) -> torch.Tensor:
+    """Multiply each expert row by its wire row.  See `cpu.row_dots`."""
+    num_rows, device = layout.num_expert_rows, payload.device
+    out = torch.empty(num_rows, dtype=torch.float32, device=device)
+    cuda_kernels.launch(
+        "row_dots",
+        wire_options(wire),
+        -(-num_rows // DOT_WARPS),
+        (32 * DOT_WARPS, 1),
+        payload,
+        scales,
+        expert_out,
+        layout.row_source,
+        out,
+        np.int64(num_rows),
+        np.int32(hidden),
+    )
+    return out
+
+
 def weighted_reduce(
     expert_out: torch.Tensor,
-    layout: ExpertLayout | DeviceLayout,
+    layout: ExpertLayout,
     wire: WireFormat,
     *,
     weighted: bool,
@@ -298,8 +284,8 @@ def weighted_reduce(
         wire_options(wire),
         (num_rows, hidden),
         expert_out,
-        _on(device, layout.slot_rows),
-        None if weights is None else _on(device, weights),
+        layout.slot_rows,
+        weights,
         payload,
         scales,
         np.int64(num_rows),
@@ -323,8 +309,8 @@ def final_reduce(
         (plan.num_tokens, hidden),
         payload,
         scales,
-        _on(device, plan.place_offsets),
-        _on(device, plan.places),
+        plan.place_offsets,
+        plan.places,
         out,
         np.int64(plan.num_tokens),
         np.int32(hidden),
@@ -333,13 +319,13 @@ def final_reduce(
     return out
 
 
-def wire_options(wire: WireFormat, **more: str | int) -> source.Options:
+def wire_options(wire: WireFormat, **more: str | int) -> cuda_kernels.Options:
     """Options of a kernel's compiler: the wire format, and what else the kernel wants to know."""
     names = {"WIRE": f"WIRE_{wire.name.upper()}", "CLIPS": int(wire.scale_rule == "floor"), **more}
     return tuple(f"-D{name}={value}" for name, value in names.items())
 
 
-def _shape(name: str, options: source.Options) -> Shape:
+def _shape(name: str, options: cuda_kernels.Options) -> Shape:
     """The shape of a kernel compiled with these options."""
     special = {
         "to_fp8_rows": ("-DCOLUMN_SCALES=1", " by column"),
@@ -352,9 +338,9 @@ def _shape(name: str, options: source.Options) -> Shape:
     return SHAPES[name + variant] if option in options else SHAPES[name]
 
 
-def variants() -> list[tuple[str, source.Options]]:
+def variants() -> list[tuple[str, cuda_kernels.Options]]:
     """Every kernel with every set of options that it is launched with."""
-    found: dict[tuple[str, source.Options], None] = {("row_source", ()): None}
+    found: dict[tuple[str, cuda_kernels.Options], None] = {}
 
     def add(name: str, wire: WireFormat, **more: str | int) -> None:
         options = wire_options(wire, **more)
@@ -371,15 +357,16 @@ def variants() -> list[tuple[str, source.Options]]:
             for name in ("to_bf16_rows", "dequantize", "weighted_reduce", "final_reduce"):
                 add(name, wire)
             found["to_fp8_columns", _column_options(wire)] = None
+            found["row_dots", wire_options(wire)] = None
     return list(found)
 
 
-def _column_options(wire: WireFormat) -> source.Options:
+def _column_options(wire: WireFormat) -> cuda_kernels.Options:
     return wire_options(wire, LANES=COLUMN_LANES, MIN_BLOCKS=MIN_BLOCKS.get(wire.name, 3))
 
 
 def _launch_rows(
-    name: str, options: source.Options, work: tuple[int, ...], *args: torch.Tensor | Any
+    name: str, options: cuda_kernels.Options, work: tuple[int, ...], *args: torch.Tensor | Any
 ) -> None:
     """Launch a kernel that works on rows in pieces.
 
@@ -406,65 +393,14 @@ def _launch_rows(
     chunks = -(-num_pieces // lanes)
     grid = -(-num_rows // (rows * shape.unroll)) * chunks + sum(num_experts) * PADDING_BLOCKS
     values = [np.int32(chunks) if arg is CHUNKS else arg for arg in args]
-    _launch(name, (*options, *shape.options()), grid, (lanes, rows), *values)
-
-
-def _launch(
-    name: str, options: source.Options, grid: int, block: tuple[int, int], *args: Any
-) -> None:
-    """Launch on torch's current stream of the first argument's device, unless the grid is empty."""
-    if grid == 0:
-        return
-    device = args[0].device.index
-    function = source.kernel(name, device, options)
-    # Copies of views that start between the addresses of a wide access live until the launch.
-    aligned = [_aligned(arg) if isinstance(arg, torch.Tensor) else arg for arg in args]
-    values = tuple(_value(arg) for arg in aligned)
-    function((grid,), block, values, torch.cuda.current_stream(device).cuda_stream)
-
-
-def _value(arg: Any) -> Any:
-    """A kernel argument, of the width that the kernel declares."""
-    if isinstance(arg, torch.Tensor):
-        return np.uint64(arg.data_ptr())
-    return np.uint64(0) if arg is None else arg
-
-
-def _aligned(tensor: torch.Tensor) -> torch.Tensor:
-    is_index = tensor.dtype in (torch.int32, torch.int64)  # read one by one
-    return tensor if is_index or tensor.data_ptr() % ALIGNMENT == 0 else tensor.clone()
+    cuda_kernels.launch(name, (*options, *shape.options()), grid, (lanes, rows), *values)
 
 
 def _slots(
-    layout: ExpertLayout | DeviceLayout | None, device: torch.device
+    layout: ExpertLayout | None,
 ) -> tuple[torch.Tensor | None, tuple[torch.Tensor | None, torch.Tensor | None], int, int]:
     """Slots, first padding row of each expert, the row behind its last; slots, experts."""
     if layout is None:
         return None, (None, None), 1, 0
-    tables = on_device(layout, device)
-    first, last = tables.padding
-    return tables.slot_rows, (first, last), tables.slot_rows.shape[1], len(first)
-
-
-def _row_source(slot_rows: torch.Tensor, num_expert_rows: int) -> torch.Tensor:
-    num_rows, num_slots = slot_rows.shape
-    sources = torch.empty(num_expert_rows, dtype=torch.int32, device=slot_rows.device)
-    grid = -(-num_rows * num_slots // 256)
-    args = slot_rows, sources, np.int64(num_rows), np.int32(num_slots)
-    _launch("row_source", (), grid, (256, 1), *args)
-    return sources
-
-
-def _tiles(live: np.ndarray, offsets: np.ndarray) -> np.ndarray:
-    """First expert row of each tile, the end of the last one, then live rows of each tile."""
-    tiles = -(-live // TILE_ROWS)
-    expert = np.repeat(np.arange(len(live)), tiles)
-    idx = np.arange(len(expert)) - np.repeat(np.cumsum(tiles) - tiles, tiles)
-    starts = offsets[expert] + idx * TILE_ROWS
-    rows = np.minimum(live[expert] - idx * TILE_ROWS, TILE_ROWS)
-    return np.concatenate([starts, offsets[-1:], rows]).astype(np.int64)
-
-
-def _on(device: torch.device, tensor: torch.Tensor) -> torch.Tensor:
-    """Copy a tensor to the device if it is not there, ordered on the current stream."""
-    return tensor.to(device, non_blocking=True)
+    first, last = layout.padding
+    return layout.slot_rows, (first, last), layout.slot_rows.shape[1], len(first)

@@ -2,7 +2,9 @@
 
 ``open`` makes one by name: ``"local"`` (one rank; `run_local` makes several, on threads),
 ``"mpi"``, ``"torch"`` (torch.distributed) or ``"nccl"``.  What each promises stands in `Transport`.
-Importing this package imports none of the libraries that transports need.
+Rows on a GPU travel by NCCL in "nccl", and in "torch" if the group has it; the others stage them
+through pinned host memory.  Importing this package imports none of the libraries that transports
+need.
 """
 
 from __future__ import annotations
@@ -12,13 +14,14 @@ from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
+from fp4comm.transport._base import Work
 from fp4comm.transport.local import LocalTransport, World, run_local
 
-__all__ = ["NAMES", "Transport", "available", "open", "run_local"]
+__all__ = ["NAMES", "Transport", "Work", "available", "open", "run_local"]
 
 NAMES = ("local", "mpi", "nccl", "torch")
-NCCL_MISSING = 'transport "nccl" is not there yet; on one machine use "mpi" or "torch"'
 
 
 class Transport(Protocol):
@@ -31,6 +34,11 @@ class Transport(Protocol):
     Arguments are checked before anything is sent; a ValueError or TypeError from that leaves the
     transport as it was.  After any other failure in a call it is broken, as are those of the peers:
     they raise ``stopped by rank r: text``, and the next use raises RuntimeError at once.
+
+    Rows on a GPU: work is queued behind a stream of the caller, and by NCCL the host does not wait.
+    What fails then is found by a thread of the transport, which lets the stream go on; the next
+    call, or `Work.wait`, raises it.  What the rows hold after a failure means nothing.  Where the
+    program uses other NCCL communicators too, all ranks start their work in the same order.
     """
 
     name: str
@@ -39,6 +47,7 @@ class Transport(Protocol):
     timeout_s: float  # seconds that a call waits for a late peer; may be set before a call
     phase: str | None  # what the caller is doing, for error texts; may be set before a call
     label: str  # what an exchange is for, the same on all ranks; may be set before a call
+    device: torch.device | None  # the CUDA device that all rows must be on; None: any, and the host
 
     def exchange_counts(self, counts: npt.ArrayLike) -> npt.NDArray[np.int64]:
         """Send row d of ``counts`` to rank d, and return what came, row s from rank s.
@@ -53,7 +62,8 @@ class Transport(Protocol):
             ValueError: if the shape is another one, here or on a peer.
             TimeoutError: naming the peer, if one does not come within ``timeout_s``.
             ConnectionError: naming the peer, if one is gone.
-            RuntimeError: if a peer called ``abort``, or the transport is broken or closed.
+            RuntimeError: if a peer called ``abort``, the transport is broken or closed, or a CUDA
+                graph is being captured.
 
         Example: of 2 ranks with ``[[1], [2]]`` and ``[[3], [4]]``, rank 0 gets ``[[1], [3]]`` and
         rank 1 ``[[2], [4]]``.
@@ -67,28 +77,40 @@ class Transport(Protocol):
         recvs: Sequence[Any],
         recv_splits: Any,
         *,
-        stream: object = None,
-    ) -> None:
+        stream: Any = None,
+        async_op: bool = False,
+    ) -> Work | None:
         """Move the rows of all streams between all ranks, all of them under way together.
 
         Rows for rank d are ``sends[i][offset : offset + send_splits[d]]`` with offset the sum of
         the splits before d; rows from rank s arrive likewise in ``recvs[i]``.  Nothing beyond the
-        rows received is touched.  Returns when all rows have come and ``sends`` may be reused.
+        rows received is touched.  Rows on the host have come when this returns, and ``sends`` may
+        be reused.  With rows on a GPU, the CUDA stream waits for that instead: work queued on it
+        from then on finds them; an engine of the host keeps the host waiting as well.
 
         Args:
             sends: one array a stream, ``[sum(send_splits), row_bytes]`` uint8, C-contiguous: NumPy
-                arrays or CPU torch tensors.  ``row_bytes`` may differ by stream and be 0.
+                arrays or CPU torch tensors, or tensors on one CUDA device.  ``row_bytes`` may
+                differ by stream and be 0.
             send_splits: ``[num_ranks]`` rows for each rank, for every stream.
             recvs: one array a stream, at least ``[sum(recv_splits), row_bytes]``, not overlapping
-                ``sends``.
+                ``sends``, where those are.
             recv_splits: ``[num_ranks]`` rows from each rank; must agree with the peers'
                 send_splits.
-            stream: CUDA stream that the work is ordered after; host transports ignore it.
+            stream: torch.cuda.Stream that work on a GPU is ordered after, and that waits for it;
+                None is the current one of the rows' device.
+            async_op: do not make the stream wait, but return a `Work` that does.  It holds the
+                arrays until then; dropped instead, it still leaves them whole until NCCL is done.
+                Rows on the host are exchanged at once.
+
+        Returns:
+            a `Work` with ``async_op``, else None.
 
         Raises:
             ValueError: naming the argument that breaks a rule above; or naming a pair of ranks and
                 both counts, if their splits disagree and that is noticed.
-            TypeError: naming an argument that is no host array of uint8.
+            TypeError: naming an argument that is no array of uint8, not on ``device``, or no
+                torch.cuda.Stream.
             TimeoutError, ConnectionError, RuntimeError: as ``exchange_counts``.
         """
         ...
@@ -120,21 +142,26 @@ def open(  # shadows the built-in, which this module does not use
     """Make the transport ``name``.  Collective over the ranks of ``comm`` or ``group``.
 
     Args:
-        name: one of ``NAMES``.
-        comm: mpi4py intracommunicator, for "mpi"; None is COMM_WORLD.  It is duplicated.
-        group: torch.distributed ProcessGroup with gloo for CPU tensors, for "torch"; None is WORLD.
-            Ranks are those within the group.
+        name: one of ``NAMES``.  "nccl" is for rows on a GPU alone, and each rank uses the CUDA
+            device that is current here.
+        comm: mpi4py intracommunicator, for "mpi" and for what "nccl" needs of the host; None is
+            COMM_WORLD.  It is duplicated.
+        group: torch.distributed ProcessGroup, for "torch"; None is WORLD.  Ranks are those within
+            the group.  With backend "gloo" rows on a GPU are staged; with "nccl" all rows must be
+            on the CUDA device that is current here; with "cpu:gloo,cuda:nccl" both are as they
+            should be.  The group's own communicators are not used.
         timeout_s: seconds that a call waits for a late peer.
 
     Raises:
         ValueError: if the name is unknown, or an argument belongs to another transport.
-        RuntimeError: if a library is missing or not started, saying what to do.
+        RuntimeError: if a library is missing or not started, saying what to do; for NCCL on all
+            ranks alike, naming the first that lacks something.
         TimeoutError: if not all ranks come within ``timeout_s``.
     """
     if name not in NAMES:
         raise ValueError(f"name: expected one of {', '.join(NAMES)}, got {name!r}")
-    if comm is not None and name != "mpi":
-        raise ValueError(f'comm: belongs to transport "mpi", used with "{name}"')
+    if comm is not None and name not in ("mpi", "nccl"):
+        raise ValueError(f'comm: belongs to transports "mpi" and "nccl", used with "{name}"')
     if group is not None and name != "torch":
         raise ValueError(f'group: belongs to transport "torch", used with "{name}"')
     if name == "mpi":
@@ -146,21 +173,24 @@ def open(  # shadows the built-in, which this module does not use
 
         return TorchTransport(group, timeout_s)
     if name == "nccl":
-        raise RuntimeError(NCCL_MISSING)
+        from fp4comm.transport.nccl import NcclTransport
+
+        return NcclTransport(comm, timeout_s)
     return LocalTransport(World(1), 0, timeout_s)
 
 
 def available() -> dict[str, str | None]:
     """Return for each transport None if it can be used here, else what is missing.
 
-    For "mpi" this imports mpi4py, which starts MPI in this process.
+    For "mpi" this imports mpi4py, which starts MPI in this process; for "nccl" it imports CuPy
+    where there is a GPU.
     """
-    from fp4comm.transport import mpi, torch_pg
+    from fp4comm.transport import mpi, nccl, torch_pg
 
     return {
         "local": None,
         "mpi": _missing(mpi.import_mpi),
-        "nccl": NCCL_MISSING,
+        "nccl": _missing(nccl.import_libraries),
         "torch": _missing(torch_pg.import_distributed),
     }
 

@@ -11,7 +11,8 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from fp4comm.transport._base import BaseTransport, Call, CallShape, splits_disagreement
+from fp4comm.transport._base import BaseTransport
+from fp4comm.transport._call import Call, CallShape, splits_disagreement
 
 Result = TypeVar("Result")
 

@@ -22,14 +22,11 @@ from typing import Any
 from fp4comm.transport._base import (
     ENDED,
     MAX_TOLD_BYTES,
-    SAME_ORDER,
     BaseTransport,
-    Call,
-    CallShape,
     decode_told,
     encode_told,
-    splits_disagreement,
 )
+from fp4comm.transport._call import SAME_ORDER, Call, CallShape, splits_disagreement
 
 TOLD_TAG = 0  # a peer tells of its failure, or that its process ends
 TAG_LABELS = 512  # a tag is the call's number and one of these: 1 for counts, else by label
@@ -38,8 +35,8 @@ SLEEP_S = 50e-6  # between polls after that
 GRACE_S = 0.5  # for receipts of a peer that has ended
 
 
-def import_mpi() -> Any:
-    """Return ``mpi4py.MPI``, or raise RuntimeError saying what to install.
+def import_mpi(name: str = "mpi") -> Any:
+    """Return ``mpi4py.MPI``, or raise RuntimeError saying what transport ``name`` lacks.
 
     Importing mpi4py loads and starts an MPI library, which can fail with any exception.
     """
@@ -47,7 +44,7 @@ def import_mpi() -> Any:
         from mpi4py import MPI
     except Exception as error:
         raise RuntimeError(
-            f'transport "mpi" needs mpi4py and an MPI library ({type(error).__name__}: {error});'
+            f'transport "{name}" needs mpi4py and an MPI library ({type(error).__name__}: {error});'
             " pip install 'fp4comm[mpi]'"
         ) from error
     return MPI
@@ -82,7 +79,7 @@ class MpiTransport(BaseTransport):
 
     def __init__(self, comm: Any, timeout_s: float):
         """Duplicate ``comm`` (None: COMM_WORLD).  Collective over it."""
-        self._mpi = import_mpi()
+        self._mpi = import_mpi(self.name)
         comm = self._checked_comm(comm)
         super().__init__(comm.Get_rank(), comm.Get_size(), timeout_s)
         self._early: list[Message] = []  # of calls that peers have begun before us
@@ -97,13 +94,15 @@ class MpiTransport(BaseTransport):
     def _checked_comm(self, comm: Any) -> Any:
         mpi = self._mpi
         if not mpi.Is_initialized() or mpi.Is_finalized():
-            raise RuntimeError('transport "mpi": MPI is not running: not initialized, or finalized')
+            raise RuntimeError(
+                f'transport "{self.name}": MPI is not running: not initialized, or finalized'
+            )
         launched = os.environ.get("OMPI_COMM_WORLD_SIZE", "1")
         if launched.isdigit() and int(launched) > 1 and mpi.COMM_WORLD.Get_size() == 1:
             raise RuntimeError(
-                f'transport "mpi": this process was started as one of {launched}, but its MPI sees'
-                " itself alone: mpirun belongs to another MPI than the one that mpi4py loads"
-                f" ({mpi.Get_library_version().splitlines()[0]}); use the mpirun of that MPI"
+                f'transport "{self.name}": this process was started as one of {launched}, but its'
+                " MPI sees itself alone: mpirun belongs to another MPI than the one that mpi4py"
+                f" loads ({mpi.Get_library_version().splitlines()[0]}); use the mpirun of that MPI"
             )
         if comm is None:
             return mpi.COMM_WORLD
@@ -172,6 +171,7 @@ class MpiTransport(BaseTransport):
             if not flight.missing and self._mpi.Request.Testall(flight.requests):
                 return
             num_idle += 1
+            self._raise_found()
             if self._ended_peers:
                 self._raise_if_lost(flight)
             if num_idle > NUM_SPINS:
@@ -181,10 +181,11 @@ class MpiTransport(BaseTransport):
             else:
                 os.sched_yield()
 
-    def _next_message(self) -> Message | None:
+    def _next_message(self, tag: int | None = None) -> Message | None:
         mpi = self._mpi
         status = mpi.Status()
-        message = self._comm.Improbe(mpi.ANY_SOURCE, mpi.ANY_TAG, status)
+        tag = mpi.ANY_TAG if tag is None else tag
+        message = self._comm.Improbe(mpi.ANY_SOURCE, tag, status)
         if message is None:
             return None
         num_bytes = status.Get_elements(mpi.BYTE)

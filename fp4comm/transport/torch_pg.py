@@ -1,7 +1,8 @@
 """Ranks of a torch.distributed group: gloo point-to-point, one send or receive a peer and stream.
 
 The transport builds a gloo group of its own on the store of the caller's group, so that its
-messages meet no others and a failure leaves the caller's group alone.  What gloo forces (2.13):
+messages meet no others and a failure leaves the caller's group alone.  Where the caller's group has
+NCCL, rows on a GPU travel by a NCCL communicator of its own likewise.  What gloo forces (2.13):
 
 - A receive cannot be polled, and a timeout breaks the whole group.  A thread waits without one; the
   caller watches the clock, and in a long wait a second thread watches the store, where a failing
@@ -26,15 +27,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from fp4comm.transport._base import (
-    MAX_TIMEOUT_S,
-    BaseTransport,
-    Call,
-    CallShape,
-    Rows,
-    decode_told,
-    encode_told,
-)
+from fp4comm.transport._arguments import Rows
+from fp4comm.transport._base import BaseTransport, decode_told, encode_told
+from fp4comm.transport._call import Call, CallShape
+from fp4comm.transport.nccl import open_engine
 
 FOREVER = datetime.timedelta(days=365)
 AT_ONCE = datetime.timedelta(milliseconds=1)
@@ -95,7 +91,7 @@ class TorchTransport(BaseTransport):
     def __init__(self, group: Any, timeout_s: float):
         """Build a gloo group over the ranks of ``group`` (None: WORLD).  Collective over it."""
         dist = import_distributed()
-        group = _checked_group(dist, group)
+        group, backends = _checked_group(dist, group)
         super().__init__(group.rank(), group.size(), timeout_s)
         # All ranks have opened equally many transports on this group, whatever they closed.
         opened = group.get_group_store().add(f"fp4comm/opened/{self.rank}", 1)
@@ -105,9 +101,23 @@ class TorchTransport(BaseTransport):
         self._job: Job | None = None  # the one that waits, or that failed
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         threading.Thread(target=_wait_for_jobs, args=(self._jobs,), daemon=True).start()
+        if "cuda:nccl" in backends:
+            self._open_engine(for_host_rows_too="cpu:gloo" in backends)
+
+    def _open_engine(self, *, for_host_rows_too: bool) -> None:
+        try:
+            self._engine = open_engine(self)
+        except BaseException as error:
+            if self.has_failed or not for_host_rows_too:
+                self.close()
+                raise
+            self._no_engine = str(error)  # for whom brings rows on a GPU
+            return
+        if not for_host_rows_too:
+            self.device = self._engine.device
 
     def _connect(self, dist: Any) -> Any:
-        limit = datetime.timedelta(seconds=min(float(self.timeout_s), MAX_TIMEOUT_S))
+        limit = datetime.timedelta(seconds=self.limit_s())
         try:
             return dist.ProcessGroupGloo(self._store, self.rank, self.num_ranks, limit)
         except RuntimeError as error:
@@ -207,6 +217,11 @@ class TorchTransport(BaseTransport):
                         return ValueError(f"{job.call.where}: {text}")
         return None
 
+    def heard(self, where: str, peers: list[int]) -> Exception | None:
+        """Look into the store for what a peer told; who is gone without a word is not found."""
+        told = self._ask_store(self._told)
+        return None if told is None else self._stopped_by(*told)
+
     def _tell_peers(self, kind: str, text: str) -> None:
         data = f"{self.rank}:{encode_told(kind, text).decode(errors='ignore')}"
         self._ask_store(lambda: self._store.compare_set("told", "", data))  # the first one stays
@@ -223,7 +238,10 @@ class TorchTransport(BaseTransport):
             except Exception:
                 answers.put(None)
 
-        threading.Thread(target=ask, daemon=True).start()
+        try:
+            threading.Thread(target=ask, daemon=True).start()
+        except RuntimeError:  # the interpreter ends
+            ask()
         try:
             return answers.get(timeout=STORE_S)
         except queue.Empty:
@@ -245,7 +263,8 @@ class TorchTransport(BaseTransport):
         self._gloo = None
 
 
-def _checked_group(dist: Any, group: Any) -> Any:
+def _checked_group(dist: Any, group: Any) -> tuple[Any, list[str]]:
+    """Return the group, and its backends such as "cpu:gloo"."""
     if not dist.is_initialized():
         raise RuntimeError(
             'transport "torch" needs torch.distributed running; call'
@@ -255,13 +274,14 @@ def _checked_group(dist: Any, group: Any) -> Any:
         group = dist.group.WORLD
     if not isinstance(group, dist.ProcessGroup):
         raise TypeError(f"group: expected a torch.distributed ProcessGroup, got {group!r}")
-    backends = dist.get_backend_config(group)
-    if "cpu:gloo" not in backends.split(","):
+    config = dist.get_backend_config(group)
+    backends = config.split(",")
+    if "cpu:gloo" not in backends and "cuda:nccl" not in backends:
         raise RuntimeError(
-            f'transport "torch" needs a group with gloo for CPU tensors, got "{backends}"'
-            ' (backend "cpu:gloo,cuda:nccl" has both)'
+            'transport "torch" needs a group with gloo for CPU tensors or NCCL for CUDA tensors,'
+            f' got "{config}" (backend "cpu:gloo,cuda:nccl" has both)'
         )
-    return group
+    return group, backends
 
 
 def _wait_for_jobs(jobs: queue.SimpleQueue[Job | None]) -> None:

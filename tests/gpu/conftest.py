@@ -7,11 +7,11 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # numeric_cases, test_codec
 
-from fp4comm.codec import source
+from fp4comm import cuda_kernels
 
 
 def pytest_collection_modifyitems(items):
-    lacks = source.missing()
+    lacks = cuda_kernels.missing()
     if lacks:
         for item in items:
             if Path(__file__).parent in item.path.parents:

@@ -24,8 +24,8 @@ from test_codec import (
     random_layout,
 )
 
-from fp4comm import WireFormat, reference, routing
-from fp4comm.codec import cpu, cuda, source
+from fp4comm import WireFormat, cuda_kernels, reference, routing
+from fp4comm.codec import cpu, cuda
 
 EDGE = 512  # bytes of canary on each side of an output: its alignment stays
 HIDDENS = [32, 96, 160, 2880, 7168, 16384, 32768]
@@ -38,7 +38,7 @@ def compiled():
     """Compile the kernels side by side; one by one they would take most of the suite's time."""
     major, minor = torch.cuda.get_device_capability()
     with concurrent.futures.ThreadPoolExecutor() as pool:
-        compile_one = lambda v: source.compile_to_file(v[0], f"sm_{major}{minor}", v[1])  # noqa: E731
+        compile_one = lambda v: cuda_kernels.compile_to_file(v[0], f"sm_{major}{minor}", v[1])  # noqa: E731
         list(pool.map(compile_one, cuda.variants()))
 
 
@@ -77,6 +77,12 @@ def host(*tensors):
 
 def device_rows(*arrays):
     return [torch.tensor(a, device="cuda") for a in arrays]
+
+
+def to_cuda(tables):
+    """A plan or a layout with its tensors on the GPU."""
+    fields = {name: v.cuda() if torch.is_tensor(v) else v for name, v in vars(tables).items()}
+    return types.SimpleNamespace(**fields)
 
 
 def fp8_pair(codes, scales):
@@ -162,7 +168,7 @@ MANY_SLOTS = pytest.param((70, 4, 16), id="more slots than lanes")
 @by_wire
 def test_arrival_of_any_bytes_as_the_reference(wire, hidden, shape):
     payload, scales = any_wire_rows(wire, hidden, 300 if hidden < 2000 else 40)
-    layout = random_layout(len(payload), *shape) if shape else None
+    layout = to_cuda(random_layout(len(payload), *shape)) if shape else None
     source_rows = layout.source if shape else None
     parts = (*device_rows(payload, scales), wire, hidden)
     want = reference.to_fp8_rows(payload, scales, wire, hidden, source_rows)
@@ -182,7 +188,7 @@ def test_arrival_of_any_bytes_as_the_reference(wire, hidden, shape):
 @by_wire
 def test_columns_of_any_bytes_as_the_reference(wire, hidden, shape):
     payload, scales = any_wire_rows(wire, hidden)
-    layout = random_layout(len(payload), *shape) if shape else None
+    layout = to_cuda(random_layout(len(payload), *shape)) if shape else None
     segments = (
         (layout.source, np.array(layout.num_rows_list), layout.expert_offsets_array)
         if layout
@@ -200,14 +206,14 @@ def test_columns_of_any_bytes_as_the_reference(wire, hidden, shape):
 @pytest.mark.parametrize("weighted", [True, False])
 @by_wire
 def test_weighted_reduce_as_the_reference(wire, weighted, hidden, num_topk):
-    layout = random_layout(200, num_topk, 5, 16)
+    layout = to_cuda(random_layout(200, num_topk, 5, 16))
     rng = np.random.default_rng(9)
     out = rng.integers(0, 65536, (layout.num_expert_rows, hidden), dtype=np.uint16)
     out[::2] = reference.float32_to_bf16(rng.normal(size=out[::2].shape).astype(np.float32))
-    weights = layout.weights.numpy() if weighted else None
+    weights = layout.weights.cpu().numpy() if weighted else None
     got = cuda.weighted_reduce(bf16_tensor(out).cuda(), layout, wire, weighted=weighted)
     with np.errstate(invalid="ignore", over="ignore"):
-        want = reference.weighted_reduce(out, layout.slot_rows.numpy(), weights, wire)
+        want = reference.weighted_reduce(out, layout.slot_rows.cpu().numpy(), weights, wire)
     assert_rows_equal(host(*got), want)
 
 
@@ -229,7 +235,7 @@ def random_places(num_tokens, num_rows, most, seed=10):
 def test_final_reduce_as_the_reference(wire, hidden, most):
     payload, scales = any_wire_rows(wire, hidden)
     plan = random_places(130, len(payload), most)
-    got = cuda.final_reduce(*device_rows(payload, scales), wire, hidden, plan)
+    got = cuda.final_reduce(*device_rows(payload, scales), wire, hidden, to_cuda(plan))
     with np.errstate(invalid="ignore", over="ignore"):
         offsets, places = plan.place_offsets.numpy(), plan.places.numpy()
         want = reference.final_reduce(payload, scales, wire, hidden, offsets, places)
@@ -247,7 +253,7 @@ def test_every_place_of_a_token_gets_the_same_row_and_no_other_row_is_written(wi
     plan = types.SimpleNamespace(
         place_offsets=torch.from_numpy(offsets), places=torch.from_numpy(places)
     )
-    got = cuda.quantize_rows(bf16_tensor(bits).cuda(), wire, plan)
+    got = cuda.quantize_rows(bf16_tensor(bits).cuda(), wire, to_cuda(plan))
     want = [np.full(part.shape, POISON, np.uint8) for part in got]
     tokens = np.repeat(np.arange(num_tokens), np.diff(offsets))
     for part, rows in zip(want, reference.quantize_rows(bits, wire), strict=True):
@@ -264,7 +270,7 @@ def test_no_rows_make_no_rows(wire):
     )
     assert payload.shape == (0, wire.payload_bytes(hidden))
     parts = payload, scales, wire, hidden
-    layout = random_layout(0, 2, 3, 128)
+    layout = to_cuda(random_layout(0, 2, 3, 128))
     for given in (None, layout):
         codes, fp8_scales = cuda.to_fp8_rows(*parts, given)
         assert (codes.shape, fp8_scales.shape) == ((0, hidden), (0, 1))
@@ -274,7 +280,7 @@ def test_no_rows_make_no_rows(wire):
     assert cuda.dequantize(*parts).shape == (0, hidden)
     out = torch.zeros((0, hidden), dtype=torch.bfloat16).cuda()
     assert cuda.weighted_reduce(out, layout, wire, weighted=True)[0].shape == payload.shape
-    plan = random_places(5, 0, 0)
+    plan = to_cuda(random_places(5, 0, 0))
     assert (cuda.final_reduce(*parts, plan) == 0).all()
 
 
@@ -315,7 +321,7 @@ def test_runs_on_the_current_stream_behind_a_busy_kernel():
 
 def test_forty_runs_are_bit_equal():
     x = torch.randn(512, 2880, device="cuda").bfloat16()
-    layout = random_layout(512, 2, 4, 128)
+    layout = to_cuda(random_layout(512, 2, 4, 128))
     expert_out = torch.randn(layout.num_expert_rows, 2880, device="cuda").bfloat16()
     seen = set()
     for _ in range(40):
@@ -337,24 +343,31 @@ def test_large_rows_as_the_cpu_codec(wire):
     x = torch.randn(4096, 7168, generator=rng).bfloat16()
     idx = torch.rand(4096, 64, generator=rng).topk(8).indices
     weights = torch.rand(4096, 8, generator=rng)
-    plan = routing.plan(idx, weights, routing.Placement(64, 1))
-    layout = routing.expert_layout(plan.route, 8, plan.send_splits, plan.expert_counts.sum(0), 128)
-    parts, want = cuda.quantize_rows(x.cuda(), wire, plan), cpu.quantize_rows(x, wire, plan)
+    plan, layout = planned(idx, weights)
+    device_plan, device_layout = planned(idx.cuda(), weights.cuda())
+    parts, want = cuda.quantize_rows(x.cuda(), wire, device_plan), cpu.quantize_rows(x, wire, plan)
     assert_rows_equal(host(*parts), host(*want))
     rows = *parts, wire, 7168
     host_rows = *want, wire, 7168
-    got = cuda.to_fp8_rows(*rows, layout, "column")
+    got = cuda.to_fp8_rows(*rows, device_layout, "column")
     assert_rows_equal(host(*got), host(*cpu.to_fp8_rows(*host_rows, layout, "column")))
-    got = cuda.to_fp8_columns(*rows, layout)
+    got = cuda.to_fp8_columns(*rows, device_layout)
     for g, w in zip(got, cpu.to_fp8_columns(*host_rows, layout), strict=True):
         assert_rows_equal(host(g), host(w))
     out = cpu.to_bf16_rows(*host_rows, layout)
-    assert_rows_equal(host(cuda.to_bf16_rows(*rows, layout)), host(out))
-    sums = cuda.weighted_reduce(out.cuda(), layout, wire, weighted=True)
+    assert_rows_equal(host(cuda.to_bf16_rows(*rows, device_layout)), host(out))
+    sums = cuda.weighted_reduce(out.cuda(), device_layout, wire, weighted=True)
     host_sums = cpu.weighted_reduce(out, layout, wire, weighted=True)
     assert_rows_equal(host(*sums), host(*host_sums))
-    y = cuda.final_reduce(*sums, wire, 7168, plan)
+    y = cuda.final_reduce(*sums, wire, 7168, device_plan)
     assert_rows_equal(host(y), host(cpu.final_reduce(*host_sums, wire, 7168, plan)))
+
+
+def planned(idx, weights):
+    """The plan of one rank with 64 experts, and the layout of what it sends to itself."""
+    plan = routing.plan(idx, weights, routing.Placement(64, 1))
+    num_rows = plan.expert_counts.sum(0)
+    return plan, routing.expert_layout(plan.route, 8, plan.send_splits, num_rows, 128)
 
 
 def same_bytes(a, b):

@@ -81,8 +81,32 @@ def case_open_late():
 def case_wrong_comm():
     inter = MPI.COMM_SELF.Create_intercomm(0, WORLD, 1 - WORLD.rank)
     for comm in (inter, MPI.COMM_NULL, 3):
-        with raises(TypeError, "comm: expected an mpi4py intracommunicator"):
-            transport.open("mpi", comm=comm)
+        for name in ("mpi", "nccl"):
+            with raises(TypeError, "comm: expected an mpi4py intracommunicator"):
+                transport.open(name, comm=comm)
+
+
+def case_no_gpu():
+    """COM-30, INS-03: what NCCL lacks is one error on all ranks, which leaves MPI as it was."""
+    lacks = transport.available()["nccl"]
+    if lacks is None:
+        return
+    half = WORLD.Split(WORLD.rank % 2, key=-WORLD.rank)
+    for comm in (None, half) * 30:
+        num_ranks = WORLD.size if comm is None else comm.size
+        with raises(RuntimeError, f"rank 0 of {num_ranks}: {lacks}"):
+            transport.open("nccl", comm=comm, timeout_s=20)
+    with transport.open("mpi", timeout_s=20) as t:
+        check_rows(t)
+
+
+def case_no_gpu_and_late():
+    """NCCL is not asked for before all ranks are there."""
+    if WORLD.rank == 1:
+        time.sleep(3)
+        return
+    with raises(TimeoutError, "rank 0 of 2: open: not all ranks came within 1.0 s"):
+        transport.open("nccl", timeout_s=1)
 
 
 def case_big():

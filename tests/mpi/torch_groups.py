@@ -93,12 +93,30 @@ def case_open_late():
         transport.open("torch", timeout_s=1)
 
 
+def group_with(backends):
+    """Let the group say that it has ``backends``: this machine has gloo alone."""
+    return mock.patch.object(dist, "get_backend_config", return_value=backends)
+
+
 def case_other_backend():
-    with (
-        mock.patch.object(dist, "get_backend_config", return_value="cuda:nccl"),
-        raises(RuntimeError, 'needs a group with gloo for CPU tensors, got "cuda:nccl"'),
-    ):
+    text = 'needs a group with gloo for CPU tensors or NCCL for CUDA tensors, got "cpu:mpi"'
+    with group_with("cpu:mpi"), raises(RuntimeError, text):
         transport.open("torch")
+
+
+def case_no_gpu():
+    """A group with NCCL where it cannot be: all ranks say so alike; host rows need gloo alone."""
+    lacks = transport.available()["nccl"]
+    if lacks is None:
+        return
+    text = lacks.replace('transport "nccl"', 'rank 0 of 2: transport "torch"')
+    for _ in range(2):
+        with group_with("cuda:nccl"), raises(RuntimeError, text):
+            transport.open("torch", timeout_s=20)
+    with group_with("cpu:gloo,cuda:nccl"), transport.open("torch", timeout_s=20) as t:
+        assert t.device is None
+        check_rows(t)
+        case_counts(t)
 
 
 for case in sys.argv[1:]:

@@ -58,32 +58,50 @@ def rows_from_all(rank, recv_splits, row_bytes, stream):
     return np.concatenate(rows)
 
 
-def exchange_and_check(t, splits, name="", as_torch=False):
-    """Exchange ``splits`` rows in all streams, and compare every byte, those beyond included."""
-    send_splits, recv_splits = splits[t.rank], splits[:, t.rank]
-    sends = [rows_to_all(t.rank, send_splits, b, s) for s, b in enumerate(STREAMS)]
-    recvs = [np.full((recv_splits.sum() + 2, b), POISON, np.uint8) for b in STREAMS]
-    if as_torch:
-        t.exchange(
-            [torch.from_numpy(rows) for rows in sends],
-            torch.from_numpy(send_splits),
-            [torch.from_numpy(rows) for rows in recvs],
-            recv_splits.tolist(),
-        )
-    else:
-        t.exchange(sends, send_splits, recvs, recv_splits)
-    for stream, (row_bytes, recv) in enumerate(zip(STREAMS, recvs, strict=True)):
-        want = rows_from_all(t.rank, recv_splits, row_bytes, stream)
-        text = f"{name}, rank {t.rank}, stream {stream}"
-        np.testing.assert_array_equal(recv[: len(want)], want, err_msg=text)
-        assert (recv[len(want) :] == POISON).all(), f"{text}: touched rows beyond the count"
+class Round:
+    """One exchange: rows that name their origin, poisoned memory to receive into, and the check."""
+
+    def __init__(self, t, splits, name="", device=None):
+        """Make the rows: NumPy arrays, or tensors on ``device``."""
+        self.t = t
+        self.name = name
+        self.send_splits, self.recv_splits = splits[t.rank], splits[:, t.rank]
+        self.sends = [rows_to_all(t.rank, self.send_splits, b, s) for s, b in enumerate(STREAMS)]
+        num_rows = self.recv_splits.sum() + 2
+        self.recvs = [np.full((num_rows, b), POISON, np.uint8) for b in STREAMS]
+        if device is not None:
+            self.sends = [torch.from_numpy(rows).to(device) for rows in self.sends]
+            self.recvs = [torch.from_numpy(rows).to(device) for rows in self.recvs]
+
+    def exchange(self, **options):
+        if isinstance(self.sends[0], torch.Tensor):
+            splits = torch.from_numpy(self.send_splits), self.recv_splits.tolist()
+        else:
+            splits = self.send_splits, self.recv_splits
+        return self.t.exchange(self.sends, splits[0], self.recvs, splits[1], **options)
+
+    def check(self):
+        """Compare every byte, those beyond the rows included."""
+        for stream, (row_bytes, recv) in enumerate(zip(STREAMS, self.recvs, strict=True)):
+            recv = recv.cpu().numpy() if isinstance(recv, torch.Tensor) else recv
+            want = rows_from_all(self.t.rank, self.recv_splits, row_bytes, stream)
+            text = f"{self.name}, rank {self.t.rank}, stream {stream}"
+            np.testing.assert_array_equal(recv[: len(want)], want, err_msg=text)
+            assert (recv[len(want) :] == POISON).all(), f"{text}: touched rows beyond the count"
+
+
+def exchange_and_check(t, splits, name="", device=None):
+    """Exchange ``splits`` rows in all streams, and compare."""
+    exchanged = Round(t, splits, name, device)
+    assert exchanged.exchange() is None
+    exchanged.check()
 
 
 def case_splits(t):
     """Each row in its place and no other touched, for NumPy arrays and torch tensors."""
     for name, splits in splits_for(t.num_ranks):
-        for as_torch in (False, True):
-            exchange_and_check(t, splits, name, as_torch)
+        for device in (None, "cpu"):
+            exchange_and_check(t, splits, name, device)
 
 
 def case_large(t):
@@ -142,6 +160,28 @@ def case_arguments(t):
         t.exchange_counts(np.zeros((n, 2)))
     got = np.zeros((n, 4), np.uint8)
     t.exchange([fixed], ones, [got], ones)  # read-only rows may be sent
+
+
+def case_async_op(t):
+    """Rows on the host have come when exchange returns; wait may be called, twice, in any order."""
+    rng = np.random.default_rng(7)
+    splits = rng.integers(0, 9, (3, t.num_ranks, t.num_ranks))
+    rounds = [Round(t, splits[i], f"round {i}", (None, "cpu")[i % 2]) for i in range(3)]
+    works = [each.exchange(async_op=True) for each in rounds]
+    for i in (2, 0, 1, 0):
+        rounds[i].check()
+        assert isinstance(works[i], transport.Work)
+        assert works[i].wait() is None
+
+
+def case_stream(t):
+    """STR-11: a handle is no stream, since 0 and 1 mean other ones elsewhere; the rest works."""
+    each = Round(t, np.full((t.num_ranks, t.num_ranks), 2))
+    for handle in (0, 1, 2, 0x7F0000001000, "default", object()):
+        with raises(TypeError, "stream: expected a torch.cuda.Stream, got "):
+            each.exchange(stream=handle)
+    each.exchange(stream=None)
+    each.check()
 
 
 def case_rounds(t):

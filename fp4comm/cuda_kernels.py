@@ -1,4 +1,4 @@
-"""Find the kernels in ``cuda/``, compile them at first use and load them on a device.
+"""The kernels in ``cuda/``: find them, compile them at first use, load and launch them.
 
 Compiled through `cupy.cuda.nvrtc` with our own options, to a cubin in our own disk cache.  CuPy's
 RawKernel would add ``-ftz=true``, which loses subnormals, and its cache does not see an edited
@@ -18,9 +18,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
-HERE = Path(__file__).resolve().parent.parent
+FOLDER = Path(__file__).resolve().parent / "cuda"  # in a checkout a link
+MIN_CAPABILITY = 8, 0  # Ampere: the first with BF16 arithmetic
+ALIGNMENT = 16  # bytes, of the widest access
 OPTIONS = ("-std=c++17", "-ftz=false", "-fmad=false", "-prec-div=true", "-prec-sqrt=true")
 
 Options = tuple[str, ...]  # of the compiler, beside our own
@@ -29,19 +32,6 @@ Launch = Callable[..., None]  # (grid, block, args, stream's pointer)
 _lock = threading.Lock()
 _loaded: dict[tuple[int, str, Options], Launch] = {}
 atexit.register(_loaded.clear)  # modules cannot be unloaded any more when CuPy is gone
-
-
-def folder() -> Path:
-    """Where the kernels are: beside the package when installed, else in the checkout.
-
-    Raises:
-        RuntimeError: in neither place.
-    """
-    places = HERE / "cuda", HERE.parent / "cuda"
-    for place in places:
-        if (place / "bits.cuh").exists():
-            return place
-    raise RuntimeError(f"kernels: expected in {places[0]} or {places[1]}, got neither")
 
 
 def cupy() -> Any:
@@ -54,7 +44,7 @@ def cupy() -> Any:
         return importlib.import_module("cupy")
     except ImportError as error:
         raise RuntimeError(
-            f"CUDA codec: needs CuPy ({error}); pip install 'fp4comm[{_extra()}]'"
+            f"CUDA kernels: need CuPy ({error}); pip install 'fp4comm[{_extra()}]'"
         ) from error
 
 
@@ -65,14 +55,19 @@ def _extra() -> str:
 
 
 def missing() -> str | None:
-    """What the CUDA codec lacks here, or None if it can run."""
+    """What the kernels lack here, or None if it can run."""
     if torch.version.cuda is None:
         return "needs a torch built for CUDA"
     if not torch.cuda.is_available():
         return "needs an NVIDIA GPU and its driver"
+    capability = torch.cuda.get_device_capability()
+    if capability < MIN_CAPABILITY:
+        return (
+            f"needs a GPU of compute capability {'.'.join(map(str, MIN_CAPABILITY))} or newer, got"
+            f" {'.'.join(map(str, capability))} ({torch.cuda.get_device_name()})"
+        )
     try:
         _check_driver(cupy())
-        folder()
     except RuntimeError as error:
         return str(error)
     return None
@@ -84,10 +79,44 @@ def _check_driver(cp: Any) -> None:
     driver = cp.cuda.runtime.driverGetVersion()
     if driver // 1000 < compiler:
         raise RuntimeError(
-            f"CUDA codec: expected a driver for CUDA {compiler} as the compiler (NVRTC), got one"
+            f"CUDA kernels: expected a driver for CUDA {compiler} as the compiler (NVRTC), got one"
             f" for {driver // 1000}.{driver % 1000 // 10}; update the driver or install"
             f" 'fp4comm[cuda{driver // 1000}]'"
         )
+
+
+def launch(
+    name: str, options: Options, grid: int, block: tuple[int, int], *args: torch.Tensor | Any
+) -> None:
+    """Launch a kernel on torch's current stream of its tensors' device, unless the grid is empty.
+
+    Args:
+        name: of the kernel.
+        options: of its compiler.
+        grid: thread blocks.
+        block: threads of each, along x and y.
+        args: tensors, None for a null pointer, and NumPy numbers of the width that the kernel
+            declares; the first is a tensor, and all tensors are contiguous.
+    """
+    if grid == 0:
+        return
+    device = args[0].device.index
+    function = kernel(name, device, options)
+    # Copies of views that start between the addresses of a wide access live until the launch.
+    aligned = [_aligned(arg) if isinstance(arg, torch.Tensor) else arg for arg in args]
+    values = tuple(_value(arg) for arg in aligned)
+    function((grid,), block, values, torch.cuda.current_stream(device).cuda_stream)
+
+
+def _value(arg: Any) -> Any:
+    if isinstance(arg, torch.Tensor):
+        return np.uint64(arg.data_ptr())
+    return np.uint64(0) if arg is None else arg
+
+
+def _aligned(tensor: torch.Tensor) -> torch.Tensor:
+    is_index = tensor.dtype in (torch.int32, torch.int64)  # read one by one
+    return tensor if is_index or tensor.data_ptr() % ALIGNMENT == 0 else tensor.clone()
 
 
 def kernel(name: str, device: int, options: Options = ()) -> Launch:
@@ -109,9 +138,19 @@ def kernel(name: str, device: int, options: Options = ()) -> Launch:
     if found is None:
         with _lock:
             if key not in _loaded:
+                _refuse_capture(name)
                 _loaded[key] = _load(name, device, options)
             found = _loaded[key]
     return found
+
+
+def _refuse_capture(name: str) -> None:
+    """Loading may wait for the device, which would leave a capture broken."""
+    if torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            f"cuda/{name}.cu: expected to be loaded before a CUDA graph is captured; call once"
+            " outside of the capture first"
+        )
 
 
 def _load(name: str, device: int, options: Options) -> Launch:
@@ -156,13 +195,12 @@ def compile_to_file(name: str, arch: str, options: Options = ()) -> Path:
 
 def _headers(name: str) -> dict[str, str]:
     """The text of a kernel and of every header it includes, by file name."""
-    place = folder()
     texts: dict[str, str] = {}
     todo = [f"{name}.cu"]
     while todo:
         file = todo.pop()
         if file not in texts:
-            texts[file] = (place / file).read_text()
+            texts[file] = (FOLDER / file).read_text()
             todo += re.findall(r'^#include "([^"]+)"', texts[file], re.MULTILINE)
     return texts
 

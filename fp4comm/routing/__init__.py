@@ -1,17 +1,20 @@
 """Routing: topk_idx -> RoutePlan (what I send) and ExpertLayout (where what I receive goes).
 
 Experts stand on ranks in contiguous ranges, the first ``num_experts % num_ranks`` ranks hold one
-more.  No data moves here, and nothing loops over tokens in Python: slots are put in order by stable
-sorts of 16-bit keys, which NumPy does as a radix sort.
+more.  No rows move here.  The device of topk_idx chooses the implementation: `cpu` or `cuda`.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import importlib
+from typing import Any
 
 import numpy as np
 import torch
+
+from fp4comm.formats import TILE_ROWS
 
 NO_EXPERT = -1
 
@@ -50,6 +53,8 @@ class Placement:
 class RoutePlan:
     """What this rank sends: its wire rows by destination rank, then by token.
 
+    NumPy arrays are on the host, tensors on the device of topk_idx.
+
     Attributes:
         num_tokens: T.
         num_topk: K.
@@ -85,33 +90,40 @@ class RoutePlan:
 class ExpertLayout:
     """Where the rows that arrived go: expert-major, by source rank, token, slot within an expert.
 
+    Lists and NumPy arrays are on the host, tensors on the device of the rows.
+
     Attributes:
         recv_splits: ``[num_ranks]`` int64, wire rows from each rank.
         num_rows_list: live expert rows of each local expert.
+        num_rows: the same, ``[local experts]`` int64.
         expert_offsets_array: ``[local experts + 1]`` int64, multiples of the alignment.
+        expert_offsets: the same, a tensor.
+        padding: ``[2, local experts]`` int64, first padding row of each expert and the row behind
+            its last.
+        tiles: ``[2 * tiles + 1]`` int64: first row of each tile of `tile_table`, M, then live rows
+            of each tile.
         slot_rows: ``[n, K]`` int32, expert row of each slot of each wire row, or -1.
         weights: ``[n, K]`` float32, or None where the call had none.
         row_weights: ``[M]`` float32, the weight of each expert row; 0 in padding.
+        row_source: ``[M]`` int32, wire row of each expert row, or -1 in padding.
     """
 
     recv_splits: np.ndarray
     num_rows_list: list[int]
+    num_rows: torch.Tensor
     expert_offsets_array: np.ndarray
+    expert_offsets: torch.Tensor
+    padding: torch.Tensor
+    tiles: torch.Tensor
     slot_rows: torch.Tensor
     weights: torch.Tensor | None
     row_weights: torch.Tensor
+    row_source: torch.Tensor
 
     @property
     def num_expert_rows(self) -> int:
         """Expert rows with padding: M."""
         return int(self.expert_offsets_array[-1])
-
-    def row_source(self) -> torch.Tensor:
-        """Wire row of each expert row, ``[M]`` int32, -1 in padding."""
-        source = torch.full((self.num_expert_rows,), -1, dtype=torch.int32)
-        wire_row, slot = torch.nonzero(self.slot_rows >= 0, as_tuple=True)
-        source[self.slot_rows[wire_row, slot].long()] = wire_row.int()
-        return source
 
 
 def plan(
@@ -119,87 +131,25 @@ def plan(
 ) -> RoutePlan:
     """Plan the wire rows: one for each (token, rank that holds one of its experts).
 
+    On a GPU it waits for the counts, and for nothing else.
+
     Args:
-        topk_idx: ``[T, K]`` int32 or int64 on the CPU, checked: values in -1..num_experts - 1.
-        topk_weights: ``[T, K]`` float32, or None.
+        topk_idx: ``[T, K]`` int32 or int64, -1 for none, contiguous.
+        topk_weights: ``[T, K]`` float32, contiguous, or None.
         placement: where the experts are.
+
+    Raises:
+        ValueError: an index beyond -1..num_experts - 1.
 
     Example: 2 ranks, 4 experts.  ``[[0, 2], [2, 3]]`` makes 3 wire rows: token 0 to rank 0; tokens
     0 and 1 to rank 1 (token 1 once, though both its experts live there).
     """
-    num_tokens, num_topk = topk_idx.shape
-    experts = topk_idx.numpy().reshape(-1)
-    narrow = np.int32 if len(experts) < 1 << 31 else np.int64  # sorts, divides and keeps less
-    slots = np.flatnonzero(experts != NO_EXPERT).astype(narrow)
-    owners = placement.owners[experts[slots]]
-    order = np.argsort(owners, kind="stable")  # by rank, then token, then slot
-    slots, owners = slots[order], owners[order]
-    del order
-    local = experts[slots].astype(np.int32) - placement.offsets[owners].astype(np.int32)
-    tokens = slots // num_topk
-    slots -= tokens * num_topk  # from here on the slot in its token
-    is_new_row = np.empty(len(slots), bool)  # else: another expert of its token on that rank
-    is_new_row[:1] = True
-    np.not_equal(tokens[1:], tokens[:-1], out=is_new_row[1:])
-    is_new_row[1:] |= owners[1:] != owners[:-1]
-    rows = np.cumsum(is_new_row, dtype=narrow) - 1
-
-    row_tokens, row_owners = tokens[is_new_row], owners[is_new_row]
-    num_rows = len(row_tokens)
-    route = np.zeros((num_rows, num_topk * route_slot_bytes(topk_weights is not None)), np.uint8)
-    route_experts, route_weights = _route_columns(route, num_topk)
-    route_experts[:] = NO_EXPERT
-    route_experts[rows, slots] = local
-    if topk_weights is not None:
-        route_weights[rows, slots] = topk_weights.numpy()[tokens, slots]
-    del rows, slots, tokens
-
-    most = placement.most_local_experts
-    cells = owners.astype(np.int32) * most + local  # num_ranks * 32767 experts at most
-    place_offsets = np.zeros(num_tokens + 1, np.int32)
-    np.cumsum(np.bincount(row_tokens, minlength=num_tokens), out=place_offsets[1:])
-    return RoutePlan(
-        num_tokens=num_tokens,
-        num_topk=num_topk,
-        send_splits=np.bincount(row_owners, minlength=placement.num_ranks).astype(np.int64),
-        expert_counts=np.bincount(cells, minlength=placement.num_ranks * most)
-        .reshape(placement.num_ranks, most)
-        .astype(np.int64),
-        place_offsets=torch.from_numpy(place_offsets),
-        places=torch.from_numpy(_by_token(row_tokens, num_tokens)),
-        route=torch.from_numpy(route),
-    )
-
-
-def route_slot_bytes(weights: bool) -> int:
-    """Bytes of the route a top-k slot: int16 local expert and, if there are any, its weight."""
-    return 6 if weights else 2
-
-
-def _route_columns(route: np.ndarray, num_topk: int) -> tuple[np.ndarray, np.ndarray]:
-    """View the route stream as its int16 experts and its float32 weights (no columns without)."""
-    return (
-        route[:, : 2 * num_topk].view(np.int16),
-        route[:, 2 * num_topk :].view(np.float32),
-    )
-
-
-def _by_token(row_tokens: np.ndarray, num_tokens: int) -> np.ndarray:
-    """Wire rows in the order of their tokens, those of one token ascending."""
-    if num_tokens < 1 << 16:
-        row_tokens = row_tokens.astype(np.uint16)
-    return np.argsort(row_tokens, kind="stable").astype(np.int32)
+    return _of(topk_idx.device).plan(topk_idx, topk_weights, placement)
 
 
 def empty_plan(placement: Placement) -> RoutePlan:
     """Plan nothing: what a rank that found a mistake sends along with its status word."""
     return plan(torch.empty((0, 1), dtype=torch.int64), None, placement)
-
-
-def expert_offsets(num_rows: np.ndarray, alignment: int) -> np.ndarray:
-    """Start of each expert's segment, a multiple of alignment: ``[local experts + 1]`` int64."""
-    aligned = -(-num_rows // alignment) * alignment
-    return np.concatenate([[0], np.cumsum(aligned)]).astype(np.int64)
 
 
 def expert_layout(
@@ -218,33 +168,67 @@ def expert_layout(
         num_rows: ``[local experts]`` int64, from the counts.
         alignment: rows that each expert's segment starts at a multiple of.
 
+    Raises:
+        ValueError: 2**31 expert rows or more, with padding.
+
     Example: wire rows with local experts ``[[1, 0], [1, -1], [0, -1]]`` and alignment 4 have
     slot_rows ``[[4, 0], [5, -1], [1, -1]]``; expert 1 starts at row 4.
     """
-    experts, route_weights = (part.copy() for part in _route_columns(route.numpy(), num_topk))
     offsets = expert_offsets(num_rows, alignment)
     if offsets[-1] > np.iinfo(np.int32).max:
         raise ValueError(
             "expert_alignment: expected fewer than 2**31 expert rows with padding, got"
             f" {offsets[-1]}"
         )
-    flat = experts.reshape(-1)
-    slots = np.flatnonzero(flat != NO_EXPERT)
-    order = slots[np.argsort(flat[slots], kind="stable")]  # by expert, then wire row, then slot
     ends = np.cumsum(num_rows)
-    rows = np.arange(len(order)) + np.repeat(offsets[:-1] - (ends - num_rows), num_rows)
-    slot_rows = np.full(len(flat), NO_EXPERT, np.int32)
-    slot_rows[order] = rows
-    row_weights = np.zeros(int(offsets[-1]), np.float32)
-    row_weights[rows] = 1.0
-    has_weights = route_weights.shape == experts.shape
-    if has_weights:
-        row_weights[rows] = route_weights.reshape(-1)[order]
+    shifts = offsets[:-1] - (ends - num_rows)  # from a live row's number to its expert row
+    padding = np.concatenate([offsets[:-1] + num_rows, offsets[1:]])
+    tables = shifts, num_rows, offsets, padding, tile_table(num_rows, offsets)
+    shifts, *uploaded = upload(route.device, *tables)
+    filled = _of(route.device).fill_layout(route, num_topk, shifts, int(offsets[-1]))
     return ExpertLayout(
         recv_splits=recv_splits,
-        num_rows_list=[int(n) for n in num_rows],
+        num_rows_list=num_rows.tolist(),
+        num_rows=uploaded[0],
         expert_offsets_array=offsets,
-        slot_rows=torch.from_numpy(slot_rows.reshape(experts.shape)),
-        weights=torch.from_numpy(route_weights) if has_weights else None,
-        row_weights=torch.from_numpy(row_weights),
+        expert_offsets=uploaded[1],
+        padding=uploaded[2].view(2, -1),
+        tiles=uploaded[3],
+        **filled,
     )
+
+
+def expert_offsets(num_rows: np.ndarray, alignment: int) -> np.ndarray:
+    """Start of each expert's segment, a multiple of alignment: ``[local experts + 1]`` int64."""
+    aligned = -(-num_rows // alignment) * alignment
+    return np.concatenate([[0], np.cumsum(aligned)]).astype(np.int64)
+
+
+def tile_table(num_rows: np.ndarray, offsets: np.ndarray) -> np.ndarray:
+    """Tiles of 128 expert rows, which restart at each expert: ``ceil(n_e / 128)`` each.
+
+    Returns:
+        int64: first expert row of each tile, the end of the last one, then live rows of each tile.
+    """
+    tiles = -(-num_rows // TILE_ROWS)
+    expert = np.repeat(np.arange(len(num_rows)), tiles)
+    idx = np.arange(len(expert)) - np.repeat(np.cumsum(tiles) - tiles, tiles)
+    starts = offsets[expert] + idx * TILE_ROWS
+    rows = np.minimum(num_rows[expert] - idx * TILE_ROWS, TILE_ROWS)
+    return np.concatenate([starts, offsets[-1:], rows]).astype(np.int64)
+
+
+def upload(device: torch.device, *tables: np.ndarray) -> list[torch.Tensor]:
+    """Put int64 tables on the device, in one copy."""
+    whole = torch.from_numpy(np.concatenate(tables)).to(device, non_blocking=True)
+    return list(whole.split([len(table) for table in tables]))
+
+
+def route_slot_bytes(weights: bool) -> int:
+    """Bytes of the route a top-k slot: int16 local expert and, if there are any, its weight."""
+    return 6 if weights else 2
+
+
+def _of(device: torch.device) -> Any:
+    """The implementation for a device."""
+    return importlib.import_module(f"fp4comm.routing.{device.type}")

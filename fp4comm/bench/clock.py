@@ -1,0 +1,50 @@
+"""Wall time of calls that all ranks begin together, with their work on a GPU included."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from fp4comm.transport import Transport
+
+Result = TypeVar("Result")
+
+
+class Stopwatch:
+    """Times calls on one rank; collective, since each call begins with a barrier.
+
+    Args:
+        transport: all of its ranks take part.
+        device: ``"cpu"`` or ``"cuda"``; on CUDA a call begins when all earlier work of this
+            thread's device is done, and ends when its own is.
+    """
+
+    def __init__(self, transport: Transport, device: str) -> None:
+        """Note whom to wait for."""
+        self._transport = transport
+        self._device = device
+
+    def time(self, call: Callable[[], Result]) -> tuple[Result, int]:
+        """Run a call; return its result and nanoseconds."""
+        self._synchronize()
+        self._transport.phase = "benchmark barrier"
+        gather(self._transport, [0])
+        start = time.perf_counter_ns()
+        result = call()
+        self._synchronize()
+        return result, time.perf_counter_ns() - start
+
+    def _synchronize(self) -> None:
+        if self._device == "cuda":
+            torch.cuda.synchronize()
+
+
+def gather(transport: Transport, values: npt.ArrayLike) -> npt.NDArray[np.int64]:
+    """Bring integers of all ranks to all, ``[num_ranks, len(values)]``; also a barrier."""
+    row = np.asarray(values, np.int64)
+    return transport.exchange_counts(np.tile(row, (transport.num_ranks, 1)))

@@ -1,0 +1,93 @@
+"""What dispatch gives: `Dispatched`, its `Handle`, and `Pending` while rows are on the way."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+import torch
+
+from fp4comm.packed import PackedRows
+from fp4comm.precision import Precision
+from fp4comm.routing import ExpertLayout, RoutePlan
+from fp4comm.transport import Transport, Work
+
+Result = TypeVar("Result")
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Handle:
+    """What combine, and a second dispatch, need from a dispatch.  Frozen, reusable.
+
+    Attributes:
+        layout: where the wire rows that arrived go; `PackedRows` methods take it.
+    """
+
+    layout: ExpertLayout
+    _plan: RoutePlan = dataclasses.field(repr=False)
+    _transport: Transport = dataclasses.field(repr=False)
+    _hidden: int
+    _precision: Precision
+    _device: torch.device
+    _name: str  # of the dispatch, the same on all ranks
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Dispatched:
+    """What arrived.  Rows of local expert e are ``rows[expert_offsets[e] :][: num_rows[e]]``.
+
+    They are ordered by source rank, then token, then slot; rows between segments are padding.
+
+    Attributes:
+        rows: ``[M, hidden]`` float8_e4m3fn or bfloat16; zero in padding; None if packed.
+        scales: ``[M, ceil(hidden / 128)]`` float32, 1 in padding; None unless fp8.
+        row_weights: ``[M]`` float32, the routing weight of each expert row; 0 in padding.
+        num_rows: ``[local experts]`` int64 on x's device: live rows of each.
+        num_rows_list: the same as ints.
+        expert_offsets: ``[local experts + 1]`` int64, multiples of ``expert_alignment``.
+        packed: the wire rows that arrived, by source rank and token: the activation cache.
+        handle: for `AllToAll.combine`.
+    """
+
+    rows: torch.Tensor | None
+    scales: torch.Tensor | None
+    row_weights: torch.Tensor
+    num_rows: torch.Tensor
+    num_rows_list: list[int]
+    expert_offsets: torch.Tensor
+    packed: PackedRows
+    handle: Handle
+
+
+class Pending(Generic[Result]):
+    """A dispatch or combine whose rows are under way.  Holds its inputs until `wait`."""
+
+    def __init__(
+        self, work: Work | None, received: list[torch.Tensor], finish: Callable[[], Result]
+    ) -> None:
+        """Note the exchange, where its rows come, and what is left to do once they are here."""
+        self._work = work
+        self._received = received
+        self._finish: Callable[[], Result] | None = finish
+        self._result: Result | None = None
+
+    def wait(self) -> Result:
+        """Make the current stream wait for the rows, queue the rest there, return the result.
+
+        A second call returns the same.
+
+        Raises:
+            TimeoutError, ConnectionError, RuntimeError: the exchange failed meanwhile.
+        """
+        if self._finish is not None:
+            finish, self._finish = self._finish, None
+            if self._work is not None:
+                self._work.wait()
+                for rows in self._received:
+                    if rows.is_cuda:  # the stream may be another than that of their memory
+                        rows.record_stream(torch.cuda.current_stream(rows.device))
+            self._work, self._received, self._result = None, [], finish()
+        if self._result is None:
+            raise RuntimeError("wait: failed before; the transport is broken")
+        return self._result
