@@ -8,7 +8,8 @@ them the copy's source) run in turn, timed by events on the GPU; before each a p
 MiB empties the L2 of what could help.  Medians.  `share` is the copy's time over the operation's.
 Outputs come from torch's allocator within the timed part; plans and layouts lie on the GPU.
 Every operation's result is compared with the reference on its first and last rows (#wrong) before
-it is timed.  Peers: torchao's `to_mx`, and MXFP4 -> BF16 -> FP8, under torch.compile.
+it is timed.  Peers under torch.compile: torchao's `to_mx`, and MXFP4 -> BF16 -> FP8 rows by
+torchao's `to_dtype` or a look-up, as one function or as two with the BF16 rows between them.
 """
 
 from __future__ import annotations
@@ -282,7 +283,7 @@ def peer_rows(x: torch.Tensor, repeats: int) -> Iterator[dict[str, Any]]:
     """Time torchao's to_mx, and MXFP4 -> BF16 -> FP8, under torch.compile, beside ours."""
     try:
         from torchao.prototype.mx_formats.config import ScaleCalculationMode
-        from torchao.prototype.mx_formats.mx_tensor import to_mx
+        from torchao.prototype.mx_formats.mx_tensor import to_dtype, to_mx
     except ImportError as error:
         click.echo(f"# no torchao: {error}", err=True)
         return
@@ -295,20 +296,38 @@ def peer_rows(x: torch.Tensor, repeats: int) -> Iterator[dict[str, Any]]:
     yield peer_row("torchao to_mx (RCEIL, torch.compile)", theirs, ours, repeats)
     payload, scales = ours()
     hidden = x.shape[1]
-    if hidden % 128 == 0:
-        chain = functools.partial(torch.compile(bf16_then_fp8, dynamic=False), payload, scales)
-        own = functools.partial(cuda.to_fp8_rows, payload, scales, WireFormat("mxfp4"), hidden)
-        yield peer_row("MXFP4 -> BF16 -> FP8 rows (torch.compile)", chain, own, repeats)
+    if hidden % 128 != 0:
+        return
+
+    def torchao_to_bf16(payload: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+        e8m0, e2m1 = scales.view(torch.float8_e8m0fnu), torch.float4_e2m1fn_x2
+        return to_dtype(payload, e8m0, e2m1, 32, torch.bfloat16)
+
+    own = functools.partial(cuda.to_fp8_rows, payload, scales, WireFormat("mxfp4"), hidden)
+    compiled = functools.partial(torch.compile, dynamic=False)
+    for kind, to_bf16 in (("torchao to_dtype", torchao_to_bf16), ("look-up", look_up_bf16)):
+        first, second = compiled(to_bf16), compiled(fp8_rows)
+        chains = {
+            "one function": compiled(lambda p, s, to_bf16=to_bf16: fp8_rows(to_bf16(p, s))),
+            "two": lambda p, s, first=first, second=second: second(first(p, s)),
+        }
+        for how, chain in chains.items():
+            name = f"MXFP4 -> BF16 -> FP8 rows ({kind}, compiled as {how})"
+            yield peer_row(name, functools.partial(chain, payload, scales), own, repeats)
 
 
-def bf16_then_fp8(payload: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Dequantize to BF16, then quantize to FP8 with a scale per 128: two steps, as users write."""
+def look_up_bf16(payload: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """Dequantize MXFP4 to BF16 by a table of 16 values."""
     values = torch.tensor(
         [0.0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], device=payload.device
     )
     codes = torch.stack([payload & 15, payload >> 4], dim=-1).flatten(1).long()
     factor = (scales.int() << 23).view(torch.float32).repeat_interleave(32, dim=1)
-    x = (values[codes] * factor).bfloat16()
+    return (values[codes] * factor).bfloat16()
+
+
+def fp8_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Quantize BF16 to FP8 with a scale per 128."""
     groups = x.float().view(len(x), -1, 128)
     fp8_scales = (groups.abs().amax(-1, keepdim=True) / 448).clamp(min=1e-30)
     fp8 = (groups / fp8_scales).clamp(-448, 448).to(torch.float8_e4m3fn)
@@ -367,7 +386,7 @@ def main(
             for row in peer_rows(x, repeats) if peers and data is None else ():
                 rows.append({**label, **row})
                 click.echo(
-                    f"{row['op']:49} {row['median_ms']:9.4f}   {row['ours_times_faster']:.1f}x ours"
+                    f"{row['op']:66} {row['median_ms']:9.4f}   {row['ours_times_faster']:.1f}x ours"
                 )
     num_wrong = sum(r.get("wrong", 0) for r in rows)
     if json_path:

@@ -223,10 +223,11 @@ def rank_command(
 ) -> list[str]:
     """Write mpirun's command line: NCCL is loaded by the ranks, and never by mpirun."""
     loaded = ":".join(filter(None, [str(library), preloaded]))
+    program = shutil.which(command[0]) or command[0]  # mpirun puts its own folder first in PATH
     return [
         *(mpirun(), "--oversubscribe", "--bind-to", "none", "-n", str(ranks)),
         *("sh", "-c", ON_RANK, "sh", str(ranks // nodes)),
-        *("env", f"{PRELOAD}={loaded}", *command),
+        *("env", f"{PRELOAD}={loaded}", program, *command[1:]),
     ]
 
 

@@ -97,27 +97,35 @@ DEVICE void e4m3x8_from_e2m1(u32 codes, const E4M3Row& row, u32& first, u32& sec
 
 // --- E4M3
 
-// Two E4M3 magnitudes as FP16 (value times 2^-8) times 2^-gap -> two codes, each in its half.
-DEVICE u32 e4m3x2_shifted(u32 halves, u32 factor) {
-    // Exact down to a quarter of E4M3's subnormal step; below it all is zero anyway.
-    const u32 shifted = mul_f16x2(halves, factor);
+// Two FP16 of few bits, in the range of E4M3 -> codes, ties to even; every NaN becomes 0x7F.
+DEVICE u32 e4m3x2_from_f16(u32 halves) {
+#if HAS_E4M3
+    return cvt_e4m3x2(halves);
+#else
+    const u32 magnitudes = halves & 0x7FFF7FFFu;
+    const u32 shifted = mul_f16x2(magnitudes, 0x1C001C00u);  // 2^-8: the code, 7 bits up
     const u32 odd = shifted >> 7 & 0x00010001u;
-    return (shifted + 0x003F003Fu + odd) >> 7 & 0x007F007Fu;
+    const u32 codes = (shifted + 0x003F003Fu + odd) >> 7 & 0x007F007Fu;
+    const u32 is_nan = (magnitudes + 0x03FF03FFu) & 0x80008000u;
+    const u32 signs = halves >> 8 & 0x00800080u & ~(is_nan >> 8);
+    const u32 both = codes | (is_nan >> 8) - (is_nan >> 15) | signs;
+    return both & 0xFF | both >> 8;
+#endif
 }
 
-// Four E4M3 codes divided by 2^gap, rounded to nearest even; every NaN becomes 0x7F.
-DEVICE u32 e4m3x4_shifted_down(u32 codes, u32 gap) {
-    const u32 magnitudes = codes & 0x7F7F7F7Fu;
-    const u32 is_nan = (magnitudes + 0x01010101u) & 0x80808080u;
-    u32 shifted = magnitudes;
-    if (gap != 0) {
-        const u32 factor = (gap < 15 ? (15u - gap) << 10 : 0x0400u >> (gap - 14)) * 0x00010001u;
-        const u32 even = e4m3x2_shifted(codes << 7 & 0x3F803F80u, factor);
-        const u32 odd = e4m3x2_shifted(codes >> 1 & 0x3F803F80u, factor);
-        shifted = even | odd << 8;
-    }
-    shifted |= is_nan - (is_nan >> 7);
-    return shifted | (codes & 0x80808080u & ~is_nan);
+// Factor of a block's codes in a group with this shared scale, as two FP16.
+template <int Format>
+DEVICE u32 e4m3_factor(u32 scale, u32 shared) {
+    const u32 gap = gap_below<Format>(shared, scale);
+    const u32 factor = (gap < 15 ? (15u - gap) << 10 : 0x0400u >> (gap - 14)) * 0x00010001u;
+    return scale == E8M0_NAN ? 0x7FFF7FFFu : factor;
+}
+
+// Four E4M3 codes times a power of two up to 1, rounded to nearest even; every NaN becomes 0x7F.
+DEVICE u32 e4m3x4_scaled(u32 codes, u32 factor) {
+    const u32 first = e4m3x2_from_f16(mul_f16x2(f16x2_from_e4m3(codes, 0), factor));
+    const u32 second = e4m3x2_from_f16(mul_f16x2(f16x2_from_e4m3(codes, 1), factor));
+    return first | second << 16;
 }
 
 // N codes of a block with this scale byte -> E4M3 codes in a group with this shared scale.
@@ -132,10 +140,8 @@ DEVICE void to_e4m3(const u32 (&words)[N * element_bits(Format) / 32],
         for (int i = 0; i < N / 8; i++)
             e4m3x8_from_e2m1(words[i], row, codes[2 * i], codes[2 * i + 1]);
     } else {
-        const u32 gap = gap_below<Format>(shared, scale);
+        const u32 factor = e4m3_factor<Format>(scale, shared);
 #pragma unroll
-        for (int i = 0; i < N / 4; i++) {
-            codes[i] = scale == E8M0_NAN ? 0x7F7F7F7Fu : e4m3x4_shifted_down(words[i], gap);
-        }
+        for (int i = 0; i < N / 4; i++) codes[i] = e4m3x4_scaled(words[i], factor);
     }
 }

@@ -92,6 +92,36 @@ DEVICE u32 cvt_bf16x2(float low, float high) {
     return d;
 }
 
+// Does the GPU convert E4M3?
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
+#define HAS_E4M3 1
+#else
+#define HAS_E4M3 0
+#endif
+
+#if HAS_E4M3
+// Two E4M3 codes -> FP16, exactly; a NaN stays one.
+DEVICE u32 cvt_f16x2(u16 codes) {
+    u32 d;
+    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(d) : "h"(codes));
+    return d;
+}
+
+// Two FP16 -> E4M3, ties to even, saturating; a NaN becomes 0x7F.
+DEVICE u16 cvt_e4m3x2(u32 halves) {
+    u16 d;
+    asm("cvt.rn.satfinite.e4m3x2.f16x2 %0, %1;" : "=h"(d) : "r"(halves));
+    return d;
+}
+#endif
+
+// Two FP16 -> float32, exactly.
+DEVICE void f16x2_to_f32(u32 halves, float& low, float& high) {
+    asm("{ .reg .b16 a, b; mov.b32 {a, b}, %2; cvt.f32.f16 %0, a; cvt.f32.f16 %1, b; }"
+        : "=f"(low), "=f"(high)
+        : "r"(halves));
+}
+
 DEVICE u32 float_bits(float value) { return __float_as_uint(value); }
 DEVICE float bits_float(u32 bits) { return __uint_as_float(bits); }
 
@@ -120,6 +150,27 @@ DEVICE void load_words(const u8* at, u32 (&words)[N]) {
     } else {
         asm volatile("ld.global.u32 %0, [%1];" : "=r"(words[0]) : "l"(at));
     }
+}
+
+// A pointer that the compiler takes as it is.  Then the address of a row is one multiplication and
+// addition; otherwise the compiler adds the base last, by several instructions a row.
+template <typename T>
+DEVICE T* settled(T* pointer) {
+    asm("" : "+l"(pointer));
+    return pointer;
+}
+
+// Volatile as load_words.
+DEVICE u32 load_byte(const u8* at) {
+    u32 byte;
+    asm volatile("ld.global.u8 %0, [%1];" : "=r"(byte) : "l"(at));
+    return byte;
+}
+
+DEVICE float load_float(const float* at) {
+    u32 bits[1];
+    load_words(reinterpret_cast<const u8*>(at), bits);
+    return bits_float(bits[0]);
 }
 
 template <int N>

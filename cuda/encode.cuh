@@ -183,6 +183,20 @@ DEVICE u32 amax_of_bf16(const u32 (&pairs)[N / 2]) {
     return max(amax << 16, amax & 0xFFFF0000u);
 }
 
+// Largest magnitude of N float32 elements, for their wire scale.  For E2M1 of those rounded to odd:
+// they carry into the exponent where the float32 do.
+template <int Format, int N>
+DEVICE u32 amax_of(const float (&values)[N]) {
+    if constexpr (Format == WIRE_MXFP4) {
+        u32 pairs[N / 2];
+#pragma unroll
+        for (int i = 0; i < N / 2; i++) pairs[i] = bf16x2_to_odd(values[2 * i], values[2 * i + 1]);
+        return amax_of_bf16<N>(pairs);
+    } else {
+        return amax_of_f32<N>(values);
+    }
+}
+
 template <int Format>
 DEVICE u32 wire_scale(u32 amax_bits, u32 round) {
     return Format == WIRE_MXFP4 ? scale_from_amax(amax_bits, round, E2M1_EMAX, E2M1_SCALE_MAX)

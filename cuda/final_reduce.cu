@@ -35,6 +35,8 @@ extern "C" __global__ void final_reduce(const u8* __restrict__ payload,
     const int first = is_live ? __ldg(place_offsets + token) : 0;
     const int last = is_live ? __ldg(place_offsets + token + 1) : 0;
 
+    const u8* payload_piece = settled(payload + static_cast<u32>(piece) * (4 * WORDS));
+    const u8* scale_piece = settled(scales + static_cast<u32>(piece) * N / block_elements(WIRE));
     float sums[N] = {};
     for (int p = first; p < last; p += AHEAD) {
         u32 words[AHEAD][WORDS], scale[AHEAD];
@@ -43,9 +45,9 @@ extern "C" __global__ void final_reduce(const u8* __restrict__ payload,
             scale[a] = 0;
             if (p + a >= last) continue;
             const int row = __ldg(places + p + a);
-            load_words(at_row(payload, row, payload_bytes) + piece * (4 * WORDS), words[a]);
+            load_words(at_row(payload_piece, row, payload_bytes), words[a]);
             if constexpr (WIRE != WIRE_BF16) {
-                scale[a] = __ldg(at_row(scales, row, scale_columns) + block_idx(WIRE, piece * N));
+                scale[a] = load_byte(at_row(scale_piece, row, scale_columns));
             }
         }
 #pragma unroll

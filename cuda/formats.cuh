@@ -28,6 +28,7 @@ constexpr int E2M1_HEADROOM = 6;           // binades between 6.0 and the larges
 constexpr u32 E4M3_CEIL_ROUND = 0x1FFFFF;  // scale rule "ceil": BF16 that becomes FP8 on arrival
 
 CONSTANT int element_bits(int wire) { return wire == WIRE_BF16 ? 16 : wire == WIRE_MXFP4 ? 4 : 8; }
+CONSTANT u32 block_elements(int wire) { return wire == WIRE_FP8 ? FP8_BLOCK : MX_BLOCK; }
 // Which block of its row an element is in, and the blocks of a row; the last may be short.
 CONSTANT int block_idx(int wire, int element) {
     return wire == WIRE_BF16 ? 0 : wire == WIRE_FP8 ? element / FP8_BLOCK : element / MX_BLOCK;
@@ -88,33 +89,44 @@ DEVICE void e2m1_signs(u32 codes, u32& first, u32& second) {
     second = __byte_perm(codes, codes << 4, 0xBFAE);
 }
 
-// Eight E2M1 codes -> float32 times scale.
-DEVICE void e2m1x8_to_f32(u32 codes, float scale, float* values) {
+// Eight E2M1 codes -> float32.
+DEVICE void e2m1x8_to_f32(u32 codes, float* values) {
     u32 signs[2];
     e2m1_signs(codes, signs[0], signs[1]);
+    const u32 magnitudes = codes & 0x77777777u;
 #pragma unroll
     for (int half = 0; half < 2; half++) {
-        // Upper and lower bytes of 0 0.5 1 1.5 | 2 3 4 6 as BF16.
-        const u32 select = codes >> 16 * half & 0x7777u;
-        const u32 upper =
-            __byte_perm(0x3F3F3F00u, 0x40404040u, select) | (signs[half] & 0x80808080u);
-        const u32 lower = __byte_perm(0xC0800000u, 0xC0804000u, select);
-        const u32 pairs[2] = {__byte_perm(lower, upper, 0x5140), __byte_perm(lower, upper, 0x7362)};
+        // Upper bytes of 0 0.5 1 1.5 | 2 3 4 6 as FP16; the lower ones are 0.
+        const u32 upper = __byte_perm(0x3E3C3800u, 0x46444240u, magnitudes >> 16 * half) |
+                          (signs[half] & 0x80808080u);
+        const u32 pairs[2] = {__byte_perm(upper, 0, 0x1404), __byte_perm(upper, 0, 0x3424)};
 #pragma unroll
         for (int i = 0; i < 2; i++) {
-            values[4 * half + 2 * i] = __fmul_rn(bf16_low(pairs[i]), scale);
-            values[4 * half + 2 * i + 1] = __fmul_rn(bf16_high(pairs[i]), scale);
+            f16x2_to_f32(pairs[i], values[4 * half + 2 * i], values[4 * half + 2 * i + 1]);
         }
     }
 }
 
-// One E4M3 code -> float32; 0x7F and 0xFF give NaN.
-DEVICE float e4m3_to_f32(u32 code) {
-    const u32 magnitude = code & 0x7F;
-    // Read as float32 the code is its value times 2^-120, subnormal codes included.
-    const float value = __fmul_rn(bits_float(magnitude << 20), 0x1p120f);
-    const u32 bits = float_bits(value) | (code & 0x80) << 24;
-    return bits_float(magnitude == E4M3_NAN ? F32_NAN : bits);
+// Codes 2 * i and 2 * i + 1 of a word -> FP16, exactly; NaN of some bits.
+DEVICE u32 f16x2_from_e4m3(u32 codes, int i) {
+#if HAS_E4M3
+    return cvt_f16x2(static_cast<u16>(codes >> 16 * i));
+#else
+    const u32 upper = __byte_perm(codes, 0, i == 0 ? 0x1404 : 0x3424);
+    const u32 magnitudes = upper & 0x7F007F00u;
+    const u32 is_nan = (magnitudes + 0x01000100u) & 0x80008000u;
+    // Read as FP16 a magnitude is its value times 2^-8.
+    const u32 halves = mul_f16x2(magnitudes >> 1, 0x5C005C00u);
+    return halves | (upper & 0x80008000u) | (is_nan - (is_nan >> 15));
+#endif
+}
+
+// N E4M3 codes -> float32; 0x7F and 0xFF give NaN.
+template <int N>
+DEVICE void e4m3_to_f32(const u32 (&codes)[N / 4], float (&values)[N]) {
+#pragma unroll
+    for (int i = 0; i < N / 2; i++)
+        f16x2_to_f32(f16x2_from_e4m3(codes[i / 2], i % 2), values[2 * i], values[2 * i + 1]);
 }
 
 // N elements of a wire row -> float32: code times 2^(scale - 127).  NaN of any bits.
@@ -124,14 +136,14 @@ DEVICE void decode(const u32 (&words)[N * element_bits(Format) / 32],
                    float (&values)[N]) {
     if constexpr (Format == WIRE_BF16) {
         bf16_to_f32<N>(words, values);
-    } else if constexpr (Format == WIRE_MXFP4) {
-#pragma unroll
-        for (int i = 0; i < N / 8; i++) e2m1x8_to_f32(words[i], e8m0_to_f32(scale), values + 8 * i);
     } else {
+        if constexpr (Format == WIRE_MXFP4) {
 #pragma unroll
-        for (int i = 0; i < N; i++) {
-            const float value = e4m3_to_f32(words[i / 4] >> 8 * (i % 4) & 0xFF);
-            values[i] = __fmul_rn(value, e8m0_to_f32(scale));
+            for (int i = 0; i < N / 8; i++) e2m1x8_to_f32(words[i], values + 8 * i);
+        } else {
+            e4m3_to_f32<N>(words, values);
         }
+#pragma unroll
+        for (int i = 0; i < N; i++) values[i] = __fmul_rn(values[i], e8m0_to_f32(scale));
     }
 }

@@ -20,29 +20,34 @@ DEVICE float fit_scale(float x_scale) {
     return float_bits(x_scale) - 1 < F32_INF - 1 ? x_scale : bits_float(F32_NAN);
 }
 
-DEVICE float fp8_product(u32 code, float x_scale) {
-    return __fmul_rn(e4m3_to_f32(code), fit_scale(x_scale));
-}
-
 template <int N>
 DEVICE void fp8_to_f32(const u32 (&codes)[N / 4], float x_scale, float (&values)[N]) {
+    const float scale = fit_scale(x_scale);
+    e4m3_to_f32<N>(codes, values);
 #pragma unroll
-    for (int i = 0; i < N; i++)
-        values[i] = fp8_product(codes[i / 4] >> 8 * (i % 4) & 0xFF, x_scale);
+    for (int i = 0; i < N; i++) values[i] = __fmul_rn(values[i], scale);
 }
 
-// Magnitudes of codes 0, 2 and 1, 3 of a word as FP16: their values times 2^-8.
-DEVICE u32 even_halves(u32 codes) { return codes << 7 & 0x3F803F80u; }
-DEVICE u32 odd_halves(u32 codes) { return codes >> 1 & 0x3F803F80u; }
-
-// Largest magnitude code of N elements; a NaN (0x7F) wins.
+// Magnitudes of four codes at a time as FP16, their values times 2^-8: 0 and 2, then 1 and 3.
 template <int N>
-DEVICE u32 amax_of_e4m3(const u32 (&codes)[N / 4]) {
+DEVICE void e4m3_magnitudes(const u32 (&codes)[N / 4], u32 (&halves)[N / 2]) {
+#pragma unroll
+    for (int i = 0; i < N / 4; i++) {
+        halves[2 * i] = codes[i] << 7 & 0x3F803F80u;
+        halves[2 * i + 1] = codes[i] >> 1 & 0x3F803F80u;
+    }
+}
+
+// Value of the largest of N such magnitudes; a NaN wins.
+template <int N>
+DEVICE float amax_of_halves(const u32 (&halves)[N / 2]) {
     u32 amax = 0;
 #pragma unroll
-    for (int i = 0; i < N / 4; i++)
-        amax = max_u16x2(amax, max_u16x2(even_halves(codes[i]), odd_halves(codes[i])));
-    return max(amax >> 7 & 0x7F, amax >> 23);
+    for (int i = 0; i < N / 2; i++) amax = max_u16x2(amax, halves[i]);
+    amax = max(amax >> 16, amax & 0xFFFFu);
+    float value, unused;
+    f16x2_to_f32(amax, value, unused);
+    return amax == E4M3_NAN << 7 ? bits_float(F32_NAN) : __fmul_rn(value, 0x1p8f);
 }
 
 // --- E4M3 codes and the mantissa m of their scale -> E2M1 codes
@@ -50,7 +55,7 @@ DEVICE u32 amax_of_e4m3(const u32 (&codes)[N / 4]) {
 // Which side of the seven midpoints of E2M1 a product code * m is on depends only on where m lies
 // among the ratios midpoint / code, some 20 in [1, 2).  So m is replaced by the middle of its
 // interval between two ratios, which has so few bits that the products need no float32.
-struct Ratio {
+struct alignas(8) Ratio {
     u32 ratio;         // mantissa bits of the ratio in this cell as float32, or none
     u16 below, above;  // mantissa bits, as FP16, of the middles of the intervals beside it
 };
@@ -114,24 +119,25 @@ DEVICE void fetch_ratios() {
 }
 #endif
 
-// FP16 factor that takes an E4M3 code (value times 2^-8) to its scaled magnitude, such that the
-// E2M1 code comes out right; `usable` is false where there is none.
+// FP16 factor that takes the value of an E4M3 code to its scaled magnitude, such that the E2M1 code
+// comes out right; `usable` is false where there is none.
 struct Factor {
     u32 factor;
     bool usable;
 };
 
-constexpr u32 LEAST_AMAX = 0x18;  // 2^-4: with a smaller code the factor could leave FP16
+constexpr float LEAST_AMAX = 0x1p-4f;  // with a smaller code the factor could leave FP16
 
-// amax: largest code of the block.  scale: its scale byte.
-DEVICE Factor e2m1_factor(u32 amax, float x_scale, u32 scale) {
+// amax: value of the block's largest code.  scale: its scale byte.
+DEVICE Factor e2m1_factor(float amax, float x_scale, u32 scale) {
     const u32 bits = float_bits(x_scale), mantissa = bits & 0x7FFFFFu;
     u32 short_mantissa = mantissa >> 13;
     bool usable = true;
     if ((mantissa & 0xFFFFFu) != 0) {  // up to three bits make exact products by themselves
-        const Ratio cell = RATIOS.cells[mantissa >> 15];
-        short_mantissa = mantissa < cell.ratio ? cell.below : cell.above;
-        usable = mantissa + 1 - cell.ratio > 2;  // within a rounding of a tie float32 decides
+        u32 cell[2];
+        load_words(reinterpret_cast<const u8*>(RATIOS.cells + (mantissa >> 15)), cell);
+        short_mantissa = mantissa < cell[0] ? cell[1] & 0xFFFFu : cell[1] >> 16;
+        usable = mantissa + 1 - cell[0] > 2;  // within a rounding of a tie float32 decides
     }
     // The scaled magnitude of amax is in [3, 8): twice and half of the factor have exponent fields
     // in 1..30.
@@ -151,28 +157,33 @@ DEVICE u32 e2m1x2_from_halves(u32 halves, u32 factor) {
     return CLIPS ? min_f16x2(codes, 0x64076407u) : codes;
 }
 
-// Eight E4M3 codes -> eight E2M1 codes, element 0 in the lowest nibble.
-DEVICE u32 e2m1x8_from_e4m3(u32 first, u32 second, u32 factor) {
-    const u32 even = __byte_perm(e2m1x2_from_halves(even_halves(first), factor),
-                                 e2m1x2_from_halves(even_halves(second), factor), 0x6420);
-    const u32 odd = __byte_perm(e2m1x2_from_halves(odd_halves(first), factor),
-                                e2m1x2_from_halves(odd_halves(second), factor), 0x6420);
-    const u32 even_signs = __byte_perm(first, second, 0x6420) >> 4 & 0x08080808u;
-    const u32 odd_signs = __byte_perm(first, second, 0x7531) & 0x80808080u;
-    return (even + 16 * odd) | even_signs | odd_signs;
+// Eight E4M3 codes and their magnitudes -> eight E2M1 codes, element 0 in the lowest nibble.
+DEVICE u32 e2m1x8_from_e4m3(const u32* codes, const u32* halves, u32 factor) {
+    const u32 even = __byte_perm(e2m1x2_from_halves(halves[0], factor),
+                                 e2m1x2_from_halves(halves[2], factor), 0x6420);
+    const u32 odd = __byte_perm(e2m1x2_from_halves(halves[1], factor),
+                                e2m1x2_from_halves(halves[3], factor), 0x6420);
+    const u32 even_signs = __byte_perm(codes[0], codes[1], 0x6420) >> 4;
+    const u32 odd_signs = __byte_perm(codes[0], codes[1], 0x7531);
+    return ((even + 16 * odd) | (odd_signs & 0x80808080u)) | (even_signs & 0x08080808u);
 }
 
-// N codes of a block with largest code amax -> N / 8 words of E2M1.
+// N codes with their magnitudes, of a block whose largest code has the value amax -> N / 8 words of
+// E2M1.
 template <int N>
-DEVICE void encode_e2m1_from_e4m3(
-    const u32 (&codes)[N / 4], u32 amax, float x_scale, u32 scale, u32 (&words)[N / 8]) {
+DEVICE void encode_e2m1_from_e4m3(const u32 (&codes)[N / 4],
+                                  const u32 (&halves)[N / 2],
+                                  float amax,
+                                  float x_scale,
+                                  u32 scale,
+                                  u32 (&words)[N / 8]) {
     const Factor factor = e2m1_factor(amax, x_scale, scale);
     if (factor.usable) {
 #pragma unroll
         for (int i = 0; i < N / 8; i++)
-            words[i] = e2m1x8_from_e4m3(codes[2 * i], codes[2 * i + 1], factor.factor);
+            words[i] = e2m1x8_from_e4m3(codes + 2 * i, halves + 4 * i, factor.factor);
     } else {
-        const u32 amax_bits = float_bits(fp8_product(amax, x_scale)) & NO_SIGN;
+        const u32 amax_bits = float_bits(__fmul_rn(amax, fit_scale(x_scale)));
 #pragma unroll
         for (int i = 0; i < N / 8; i++) {  // few at a time: registers are for the other branch
             const u32 eight[2] = {codes[2 * i], codes[2 * i + 1]};

@@ -48,10 +48,13 @@ DEVICE u32 quantize(u32 (&in)[N * input_bits(From) / 32],
         encode_e2m1_from_bf16<N>(in, amax_bits, scale, words);
         return scale;
     } else if constexpr (From == INPUT_E4M3 && To == WIRE_MXFP4) {
-        const u32 amax = max_of_lanes(amax_of_e4m3<N>(in), BLOCK_LANES);
-        const u32 amax_bits = float_bits(fp8_product(amax, x_scale)) & NO_SIGN;
+        u32 halves[N / 2];
+        e4m3_magnitudes<N>(in, halves);
+        const float amax =
+            bits_float(max_of_lanes(float_bits(amax_of_halves<N>(halves)), BLOCK_LANES));
+        const u32 amax_bits = float_bits(__fmul_rn(amax, fit_scale(x_scale)));
         const u32 scale = wire_scale<To>(amax_bits, round);
-        encode_e2m1_from_e4m3<N>(in, amax, x_scale, scale, words);
+        encode_e2m1_from_e4m3<N>(in, halves, amax, x_scale, scale, words);
         return scale;
     } else {
         float values[N];
@@ -65,7 +68,7 @@ DEVICE u32 quantize(u32 (&in)[N * input_bits(From) / 32],
         }
         u32 amax_bits = 0, scale = 0;
         if constexpr (To != WIRE_BF16) {
-            amax_bits = max_of_lanes(amax_of_f32<N>(values), BLOCK_LANES);
+            amax_bits = max_of_lanes(amax_of<To, N>(values), BLOCK_LANES);
             scale = wire_scale<To>(amax_bits, round);
         }
         encode<To, N>(values, amax_bits, scale, words);
@@ -98,6 +101,8 @@ extern "C" __global__ void quantize_rows(const u8* __restrict__ x,
     const int scale_columns = num_blocks(WIRE, hidden);
 
     if (INPUT == INPUT_E4M3 && WIRE == WIRE_MXFP4 && threadIdx.x < 32) fetch_ratios();
+    const u8* x_piece = settled(x + static_cast<u32>(piece) * (4 * INPUT_WORDS));
+    const float* scale_piece = settled(x_scales + static_cast<u32>(piece) / (FP8_BLOCK / N));
     // Have the loads of all rows in flight before the first is used.
     u32 in[UNROLL][INPUT_WORDS] = {};  // lanes behind the row hold zeros for the shuffles
     float x_scale[UNROLL];
@@ -107,13 +112,18 @@ extern "C" __global__ void quantize_rows(const u8* __restrict__ x,
         const int token = part.row + u * blockDim.y;
         x_scale[u] = 1.0f;
         if (token >= num_tokens || piece >= num_pieces) continue;
-        load_words(at_row(x, token, x_bytes) + piece * (4 * INPUT_WORDS), in[u]);
-        if (INPUT == INPUT_E4M3) {
-            x_scale[u] = __ldg(at_row(x_scales, token, groups) + piece / (FP8_BLOCK / N));
-        }
+        load_words(at_row(x_piece, token, x_bytes), in[u]);
         if (SCATTER) {
             first[u] = __ldg(place_offsets + token);
             last[u] = __ldg(place_offsets + token + 1);
+        }
+    }
+    if constexpr (INPUT == INPUT_E4M3) {
+#pragma unroll
+        for (int u = 0; u < UNROLL; u++) {
+            const int token = part.row + u * blockDim.y;
+            if (token >= num_tokens || piece >= num_pieces) continue;
+            x_scale[u] = load_float(at_row(scale_piece, token, groups));
         }
     }
 #pragma unroll

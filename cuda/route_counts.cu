@@ -11,7 +11,7 @@ All three are zero before.  A wrong index is beyond -1..num_experts - 1.
 
 Launcher: fp4comm/routing/cuda.py
 */
-#include "routing.cuh"
+#include "experts.cuh"
 
 using Index = INDEX;
 
@@ -28,28 +28,24 @@ extern "C" __global__ void route_counts(const Index* __restrict__ topk_idx,
     const int most = place.base + (place.extra > 0);
     u64* rank_rows = numbers + 1;
     u64* expert_rows = rank_rows + num_ranks;
-    const i64 num_slots = num_tokens * num_topk;
 
-    for_each_slot_of_chunk(num_slots, [&](i64 chunk, i64 slot) {
+    for_each_slot_of_chunk(num_tokens, num_topk, [&](Slot slot) {
+        const Index* experts = topk_idx + slot.row * num_topk;
         int owner = NO_KEY, expert_cell = NO_KEY;
-        bool is_new = false;
-        if (slot >= 0) {
-            const i64 token = slot / num_topk;
-            const int k = static_cast<int>(slot - token * num_topk);
-            const Index* experts = topk_idx + token * num_topk;
-            owner = owner_of(experts[k], place);
+        if (slot.at >= 0) {
+            const Index expert = experts[slot.k];
+            owner = owner_of(expert, place);
             if (owner != NO_KEY) {
-                const int local = static_cast<int>(experts[k]) - first_expert(owner, place);
-                expert_cell = owner * most + local;
-                is_new = is_new_row(experts, k, owner, place);
-            } else if (experts[k] != -1) {
-                atomicMax(numbers, static_cast<u64>(num_slots - slot));
+                expert_cell = owner * most + static_cast<int>(expert) - first_expert(owner, place);
+            } else if (expert != -1) {
+                atomicMax(numbers, static_cast<u64>(num_tokens * num_topk - slot.at));
             }
-            if (is_new) atomicAdd(num_places + token, 1);
         }
+        const bool is_new = is_new_row(experts, slot.k, num_topk, owner, place);
+        if (is_new) atomicAdd(num_places + slot.row, 1);
         const int key = is_new ? owner : NO_KEY;
         count(expert_cell, expert_rows + expert_cell);
         count(key, rank_rows + key);
-        count(key, cells + key * num_chunks + chunk);
+        count(key, cells + key * num_chunks + slot.chunk);
     });
 }

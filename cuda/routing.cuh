@@ -10,21 +10,32 @@ Results do not depend on the order of the warps.
 
 #include "bits.cuh"
 
-constexpr int CHUNK_SLOTS = 256;
+constexpr int CHUNK_SLOTS = 128;
 constexpr int NO_KEY = -1;
 constexpr u32 ALL_LANES = 0xFFFFFFFFu;
 
 // --- chunks
 
-// Calls visit(chunk, slot) for each slot of this warp's chunk, all lanes together; behind the last
-// slot it is -1.
+struct Slot {
+    i64 chunk;
+    i64 at;   // -1 behind the last slot
+    i64 row;  // token or wire row
+    int k;    // slot of the row
+};
+
+// Calls visit(slot) for each slot of this warp's chunk, all lanes together.
 template <typename Visit>
-DEVICE void for_each_slot_of_chunk(i64 num_slots, Visit visit) {
+DEVICE void for_each_slot_of_chunk(i64 num_rows, int num_topk, Visit visit) {
     const i64 chunk = (static_cast<i64>(blockIdx.x) * blockDim.x + threadIdx.x) / 32;
-    for (int i = 0; i < CHUNK_SLOTS; i += 32) {
-        const i64 slot = chunk * CHUNK_SLOTS + i + threadIdx.x % 32;
-        if (!__any_sync(ALL_LANES, slot < num_slots)) return;
-        visit(chunk, slot < num_slots ? slot : -1);
+    const i64 num_slots = num_rows * num_topk, first = chunk * CHUNK_SLOTS;
+    if (first >= num_slots) return;
+    const i64 first_row = first / num_topk;  // the only wide division
+    const u32 first_k = static_cast<u32>(first - first_row * num_topk);
+    for (int i = 0; i < CHUNK_SLOTS && first + i < num_slots; i += 32) {
+        const u32 offset = first_k + i + threadIdx.x % 32, row = offset / num_topk;
+        const i64 at = first + i + threadIdx.x % 32;
+        visit({chunk, at < num_slots ? at : -1, first_row + row,
+               static_cast<int>(offset - row * num_topk)});
     }
 }
 
@@ -45,32 +56,4 @@ DEVICE int take_number(int key, int* cell) {
     if (key != NO_KEY && lane == leader) first = atomicAdd(cell, __popc(peers));
     first = __shfl_sync(ALL_LANES, first, leader);
     return first + __popc(peers & ((1u << lane) - 1));
-}
-
-// --- experts
-
-// Experts stand in ranges: the first `extra` ranks hold base + 1 each, the others base.
-struct Placement {
-    int num_experts;
-    int base;
-    int extra;
-};
-
-DEVICE int owner_of(i64 expert, Placement p) {
-    if (expert < 0 || expert >= p.num_experts) return NO_KEY;
-    const int e = static_cast<int>(expert), in_front = p.extra * (p.base + 1);
-    return e < in_front ? e / (p.base + 1) : p.extra + (e - in_front) / p.base;
-}
-
-DEVICE int first_expert(int rank, Placement p) {
-    return rank * p.base + (rank < p.extra ? rank : p.extra);
-}
-
-// Whether no earlier slot of the token goes to the owner of this one.
-template <typename Index>
-DEVICE bool is_new_row(const Index* experts, int k, int owner, Placement p) {
-    for (int i = 0; i < k; i++) {
-        if (owner_of(experts[i], p) == owner) return false;
-    }
-    return owner != NO_KEY;
 }

@@ -15,9 +15,9 @@ extern "C" __global__ void slot_counts(const u8* __restrict__ route,
                                        int route_bytes,
                                        int num_experts,
                                        i64 num_chunks) {
-    for_each_slot_of_chunk(num_rows * num_topk, [&](i64 chunk, i64 slot) {
-        const int expert = slot < 0 ? NO_KEY : arrived(route, slot, num_topk, route_bytes).expert;
-        const int key = expert < num_experts ? expert : NO_KEY;
-        count(key, cells + key * num_chunks + chunk);
+    for_each_slot_of_chunk(num_rows, num_topk, [&](Slot slot) {
+        int key = slot.at < 0 ? NO_KEY : arrived(route, slot, num_topk, route_bytes).expert;
+        if (key >= num_experts) key = NO_KEY;
+        count(key, cells + key * num_chunks + slot.chunk);
     });
 }

@@ -28,19 +28,19 @@ extern "C" __global__ void slot_rows(const u8* __restrict__ route,
                                      int num_experts,
                                      i64 num_chunks,
                                      i64 num_expert_rows) {
-    for_each_slot_of_chunk(num_rows * num_topk, [&](i64 chunk, i64 slot) {
-        Slot own{0, NO_KEY, 0.0f};
-        if (slot >= 0) own = arrived(route, slot, num_topk, route_bytes);
+    for_each_slot_of_chunk(num_rows, num_topk, [&](Slot slot) {
+        Arrived own{NO_KEY, 0.0f};
+        if (slot.at >= 0) own = arrived(route, slot, num_topk, route_bytes);
         const int key = own.expert < num_experts ? own.expert : NO_KEY;
-        const int number = take_number(key, cells + key * num_chunks + chunk);
-        if (slot < 0) return;
+        const int number = take_number(key, cells + key * num_chunks + slot.chunk);
+        if (slot.at < 0) return;
         const i64 row = key == NO_KEY ? -1 : number + shifts[key];
         const bool is_live = row >= 0 && row < num_expert_rows;
-        slot_rows[slot] = is_live ? static_cast<int>(row) : -1;
-        if (weights != nullptr) weights[slot] = own.weight;
+        slot_rows[slot.at] = is_live ? static_cast<int>(row) : -1;
+        if (weights != nullptr) weights[slot.at] = own.weight;
         if (is_live) {
             row_weights[row] = own.weight;
-            row_source[row] = static_cast<int>(own.row);
+            row_source[row] = static_cast<int>(slot.row);
         }
     });
 }

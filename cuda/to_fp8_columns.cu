@@ -19,14 +19,14 @@ MXFP4 reads 0.53 and writes 1 byte an element: bound by memory bandwidth.
 #include "arrival.cuh"
 #include "encode.cuh"
 
-constexpr int N = WIRE == WIRE_BF16 ? 8 : 32;  // columns of a thread
+constexpr int N = PIECE;  // columns of a thread (-D)
 // LANES: threads beside each other along a row, 4 or 8 (-D)
 constexpr int COLUMNS = LANES * N;  // of a thread block
-constexpr int ROWS = 4;             // rows of a thread: one word of a turned column
+// ROWS: rows of a thread, 4 or 8 (-D): one or two words of a turned column
 constexpr int THREADS = LANES * TILE_ROWS / ROWS;
 constexpr int WARPS = THREADS / 32;
 constexpr int WORDS = N * element_bits(WIRE) / 32;
-constexpr int STRIPS = WIRE == WIRE_BF16 ? N : 1;  // scales of a thread's columns
+constexpr int STRIPS = WIRE == WIRE_BF16 ? N / 2 : 1;  // words of scales of a thread's columns
 
 // 4 x 4 bytes: byte i of word j becomes byte j of word i.
 DEVICE void turn(u32 (&words)[4]) {
@@ -40,10 +40,14 @@ DEVICE void turn(u32 (&words)[4]) {
     words[3] = __byte_perm(high01, high23, 0x7632);
 }
 
+// The larger values of two strips: scale bytes, or from BF16 magnitudes of two columns.
+DEVICE u32 larger(u32 a, u32 b) { return WIRE == WIRE_BF16 ? max_u16x2(a, b) : max(a, b); }
+
 // Largest values over the rows of the tile, by warp and then all: of the columns of each lane's
 // strips.
 struct Largest {
-    u32 of_warp[WARPS][LANES][STRIPS], of_tile[LANES][STRIPS];
+    alignas(16) u32 of_warp[WARPS][LANES][STRIPS];
+    alignas(16) u32 of_tile[LANES][STRIPS];
 };
 
 DEVICE void max_of_tile(u32 (&largest)[STRIPS], Largest& shared) {
@@ -52,7 +56,7 @@ DEVICE void max_of_tile(u32 (&largest)[STRIPS], Largest& shared) {
     for (int s = 0; s < STRIPS; s++) {
 #pragma unroll
         for (int step = LANES; step < 32; step *= 2) {
-            largest[s] = max(largest[s], __shfl_xor_sync(0xFFFFFFFFu, largest[s], step));
+            largest[s] = larger(largest[s], __shfl_xor_sync(0xFFFFFFFFu, largest[s], step));
         }
         if (threadIdx.x % 32 < LANES) shared.of_warp[warp][lane][s] = largest[s];
     }
@@ -60,7 +64,8 @@ DEVICE void max_of_tile(u32 (&largest)[STRIPS], Largest& shared) {
 #pragma unroll
     for (int w = 0; w < WARPS; w++) {
 #pragma unroll
-        for (int s = 0; s < STRIPS; s++) largest[s] = max(largest[s], shared.of_warp[w][lane][s]);
+        for (int s = 0; s < STRIPS; s++)
+            largest[s] = larger(largest[s], shared.of_warp[w][lane][s]);
     }
 #pragma unroll
     for (int s = 0; s < STRIPS; s++) {
@@ -68,45 +73,90 @@ DEVICE void max_of_tile(u32 (&largest)[STRIPS], Largest& shared) {
     }
 }
 
-// Codes of one row of this thread's columns.
+// --- BF16: two columns a word
+
+constexpr u32 BF16_CEIL_ROUND = (E4M3_CEIL_ROUND >> 16) * 0x00010001u;
+constexpr u32 LEAST_UNSHIFTED = (E4M3_EMAX + 1) << 7;  // BF16 from here on: a wire scale above 0
+
+// What two columns with these largest magnitudes are multiplied by: 2^(127 - wire scale) as BF16.
+DEVICE u32 inverse_of_columns(u32 largest) {
+    const u32 exponents = (largest + BF16_CEIL_ROUND) & 0x7F807F80u;
+    return min_u16x2(((254 + E4M3_EMAX) << 7) * 0x00010001u - exponents, 0x7F007F00u);
+}
+
+DEVICE u32 wire_scale_of_column(u32 largest) {
+    return wire_scale<WIRE_FP8>(largest << 16, E4M3_CEIL_ROUND);
+}
+
+// FP16 factor of a column's codes on arrival: a column of scale byte 0 is shifted to 1, one with a
+// NaN is NaN.
+DEVICE u32 factor_of_column(u32 largest) {
+    const u32 scale = wire_scale_of_column(largest);
+    return scale == E8M0_NAN ? 0x7FFFu : scale == 0 ? 0x3800u : 0x3C00u;
+}
+
+// Do the codes of all these columns arrive as they are?
+DEVICE bool are_unshifted(const u32 (&largest)[STRIPS]) {
+    u32 least = 0xFFFFFFFFu, most = 0;
+#pragma unroll
+    for (int s = 0; s < STRIPS; s++) {
+        least = min_u16x2(least, largest[s]);
+        most = max_u16x2(most, largest[s]);
+    }
+    return min(least & 0xFFFFu, least >> 16) >= LEAST_UNSHIFTED &&
+           max(most & 0xFFFFu, most >> 16) < F32_INF >> 16;
+}
+
+// Codes of the rows of this thread's columns.
 template <int Format>
-DEVICE void convert(const u32 (&words)[N * element_bits(Format) / 32],
-                    u32 scale,
+DEVICE void convert(const u32 (&words)[ROWS][WORDS],
+                    const u32 (&scale)[ROWS],
                     const u32 (&largest)[STRIPS],
-                    u32 (&codes)[N / 4]) {
+                    u32 (&codes)[ROWS][N / 4]) {
     if constexpr (Format == WIRE_BF16) {
-        float values[N];
-        bf16_to_f32<N>(words, values);
+        u32 inverse[STRIPS];
 #pragma unroll
-        for (int i = 0; i < N; i++) {
-            const u32 wire_byte = wire_scale<WIRE_FP8>(largest[i], E4M3_CEIL_ROUND);
-            values[i] = __fmul_rn(values[i], e8m0_inverse(wire_byte));
+        for (int s = 0; s < STRIPS; s++) inverse[s] = inverse_of_columns(largest[s]);
+#pragma unroll
+        for (int r = 0; r < ROWS; r++) {
+            float values[N];
+#pragma unroll
+            for (int s = 0; s < STRIPS; s++) {  // exact where a code other than 0 comes out
+                const u32 scaled = fma_bf16x2(words[r][s], inverse[s], 0x80008000u);
+                values[2 * s] = bf16_low(scaled);
+                values[2 * s + 1] = bf16_high(scaled);
+            }
+#pragma unroll
+            for (int i = 0; i < N / 4; i++) codes[r][i] = e4m3x4_from_f32(values + 4 * i);
         }
+        if (are_unshifted(largest)) return;
 #pragma unroll
-        for (int i = 0; i < N / 4; i++) {
-            codes[i] = e4m3x4_from_f32(values + 4 * i);
+        for (int s = 0; s < STRIPS; s++) {
+            const u32 low = factor_of_column(largest[s] & 0xFFFFu);
+            const u32 factor = low | factor_of_column(largest[s] >> 16) << 16;
+            const u32 keep = s % 2 ? 0x0000FFFFu : 0xFFFF0000u;  // the other half of the word
 #pragma unroll
-            for (int j = 0; j < 4; j++) {
-                // A column of scale byte 0 is shifted to 1; one with a NaN is NaN.
-                const u32 wire_byte = wire_scale<WIRE_FP8>(largest[4 * i + j], E4M3_CEIL_ROUND);
-                const u32 mask = 0xFFu << 8 * j;
-                if (wire_byte == 0) {
-                    codes[i] = (codes[i] & ~mask) | (e4m3x4_shifted_down(codes[i], 1) & mask);
-                }
-                if (wire_byte == E8M0_NAN) codes[i] = (codes[i] & ~mask) | (E4M3_NAN << 8 * j);
+            for (int r = 0; r < ROWS; r++) {
+                u32& four = codes[r][s / 2];
+                const u32 two = e4m3x2_from_f16(mul_f16x2(f16x2_from_e4m3(four, s % 2), factor));
+                four = (four & keep) | two << 16 * (s % 2);
             }
         }
     } else {
-        to_e4m3<Format, N>(words, scale, shared_scale<Format>(largest[0]), codes);
+#pragma unroll
+        for (int r = 0; r < ROWS; r++) {
+            to_e4m3<Format, N>(words[r], scale[r], shared_scale<Format>(largest[0]), codes[r]);
+        }
     }
 }
 
-DEVICE float column_scale(u32 largest) {
+// Scale of a column: largest is that of its strip.
+DEVICE float column_scale(const u32* largest, int column) {
     if constexpr (WIRE == WIRE_BF16) {
-        const u32 wire_byte = wire_scale<WIRE_FP8>(largest, E4M3_CEIL_ROUND);
-        return e8m0_to_f32(shared_scale<WIRE_FP8>(scale_in_group(wire_byte)));
+        const u32 byte = wire_scale_of_column(largest[column / 2] >> 16 * (column % 2) & 0xFFFFu);
+        return e8m0_to_f32(shared_scale<WIRE_FP8>(scale_in_group(byte)));
     } else {
-        return e8m0_to_f32(shared_scale<WIRE>(largest));
+        return e8m0_to_f32(shared_scale<WIRE>(largest[0]));
     }
 }
 
@@ -161,9 +211,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     const int scale_columns = num_blocks(WIRE, hidden);
     const int payload_bytes = row_bytes(hidden, element_bits(WIRE));
 
-    // Read four rows; a row that is not live has codes and scale 0.
-    u32 words[ROWS][WORDS] = {};
-    u32 scale[ROWS] = {};
+    // Read the rows; one that is not live has codes and scale 0.
     int from[ROWS];
 #pragma unroll
     for (int r = 0; r < ROWS; r++) {
@@ -171,8 +219,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
         from[r] = row < num_live && column < hidden ? static_cast<int>(start) + row : -1;
         if (row_source && from[r] >= 0) from[r] = __ldg(row_source + from[r]);
     }
+    u32 words[ROWS][WORDS] = {};
+    u32 scale[ROWS] = {};
     const u8* payload_columns = payload + column * element_bits(WIRE) / 8;
     const u8* scale_column = scales + block_idx(WIRE, column);
+    if constexpr (WIRE != WIRE_MXFP4) {  // which was faster without
+        payload_columns = settled(payload_columns);
+        scale_column = settled(scale_column);
+    }
 #pragma unroll
     for (int r = 0; r < ROWS; r++) {
         if (from[r] < 0) continue;
@@ -188,10 +242,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     for (int r = 0; r < ROWS; r++) {
         if constexpr (WIRE == WIRE_BF16) {
 #pragma unroll
-            for (int i = 0; i < STRIPS; i++) {
-                const u32 bits = words[r][i / 2] << (i % 2 ? 0 : 16) & 0x7FFF0000u;
-                largest[i] = max(largest[i], bits);
-            }
+            for (int i = 0; i < STRIPS; i++)
+                largest[i] = max_u16x2(largest[i], words[r][i] & 0x7FFF7FFFu);
         } else {
             largest[0] = max(largest[0], scale_in_group(scale[r]));
         }
@@ -200,21 +252,33 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
 
     // Convert, turn four rows of four columns at a time, and put them into shared memory.
     u32 codes[ROWS][N / 4];
+    convert<WIRE>(words, scale, largest, codes);
 #pragma unroll
     for (int r = 0; r < ROWS; r++) {
-        convert<WIRE>(words[r], scale[r], largest, codes[r]);
         if (WIRE == WIRE_BF16 && from[r] < 0) {  // in a NaN column too
 #pragma unroll
             for (int i = 0; i < N / 4; i++) codes[r][i] = 0;
         }
     }
-    u32* own = turned + lane * N * COLUMN_WORDS + (row_word ^ lane_key(lane));
+    u32* own = turned + lane * N * COLUMN_WORDS + (row_word * (ROWS / 4) ^ lane_key(lane));
 #pragma unroll
     for (int i = 0; i < N / 4; i++) {
-        u32 part[4] = {codes[0][i], codes[1][i], codes[2][i], codes[3][i]};
-        turn(part);
+        u32 part[ROWS / 4][4];
 #pragma unroll
-        for (int j = 0; j < 4; j++) own[(4 * i + j) * COLUMN_WORDS] = part[j];
+        for (int k = 0; k < ROWS / 4; k++) {
+#pragma unroll
+            for (int j = 0; j < 4; j++) part[k][j] = codes[4 * k + j][i];
+            turn(part[k]);
+        }
+#pragma unroll
+        for (int j = 0; j < 4; j++) {
+            if constexpr (ROWS == 8) {
+                *reinterpret_cast<uint2*>(own + (4 * i + j) * COLUMN_WORDS) =
+                    make_uint2(part[0][j], part[1][j]);
+            } else {
+                own[(4 * i + j) * COLUMN_WORDS] = part[0][j];
+            }
+        }
     }
     __syncthreads();
 
@@ -229,6 +293,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     }
     float* scale_row = out_scales + static_cast<i64>(tile) * hidden + first_column;
     for (int c = threadIdx.x; c < num_columns; c += THREADS) {
-        scale_row[c] = column_scale(shared.of_tile[c / N][STRIPS == 1 ? 0 : c % N]);
+        scale_row[c] = column_scale(shared.of_tile[c / N], c % N);
     }
 }

@@ -36,6 +36,7 @@ extern "C" __global__ void weighted_reduce(const u8* __restrict__ expert_out,
     const bool is_live = row < num_rows && piece < num_pieces;  // others take part in shuffles
     const bool paired = is_paired<WORDS>(piece, num_pieces);
 
+    const u8* out_piece = settled(expert_out + static_cast<u32>(piece) * (2 * N));
     float sums[N] = {};
     for (int first = 0; row < num_rows && first < num_slots; first += 32) {
         // Each lane has a slot; those that are live are added by ascending slot, AHEAD at a time.
@@ -53,7 +54,7 @@ extern "C" __global__ void weighted_reduce(const u8* __restrict__ expert_out,
                 lane[a] = __ffs(live) - 1;
                 const int from = __shfl_sync(0xFFFFFFFFu, own, lane[a] & 31);
                 if (lane[a] >= 0 && is_live) {
-                    load_words(at_row(expert_out, from, 2 * hidden) + piece * (2 * N), pairs[a]);
+                    load_words(at_row(out_piece, from, 2 * hidden), pairs[a]);
                 }
                 live &= live - 1;
             }
@@ -72,7 +73,7 @@ extern "C" __global__ void weighted_reduce(const u8* __restrict__ expert_out,
     }
     u32 amax_bits = 0, scale = 0, words[WORDS];
     if constexpr (WIRE != WIRE_BF16) {
-        amax_bits = max_of_lanes(amax_of_f32<N>(sums), BLOCK_LANES);
+        amax_bits = max_of_lanes(amax_of<WIRE, N>(sums), BLOCK_LANES);
         scale = wire_scale<WIRE>(amax_bits, scale_round);
     }
     encode<WIRE, N>(sums, amax_bits, scale, words);

@@ -14,7 +14,7 @@ static void quantize_f32(const float* x, int num_blocks, u32 round, u8* payload,
         float values[N];
         u32 words[WORDS];
         std::memcpy(values, x + b * N, sizeof values);
-        const u32 amax_bits = amax_of_f32<N>(values);
+        const u32 amax_bits = amax_of<Format, N>(values);
         const u32 scale = wire_scale<Format>(amax_bits, round);
         encode<Format, N>(values, amax_bits, scale, words);
         std::memcpy(payload + 4 * WORDS * b, words, sizeof words);
@@ -49,12 +49,13 @@ void mxfp8_from_f32(const float* x, int num_blocks, u32 round, u8* payload, u8* 
 void mxfp4_from_e4m3(
     const u8* codes, const float* x_scales, int num_blocks, u32 round, u8* payload, u8* scales) {
     for (int b = 0; b < num_blocks; b++) {
-        u32 in[N / 4], words[N / 8];
+        u32 in[N / 4], halves[N / 2], words[N / 8];
         std::memcpy(in, codes + b * N, sizeof in);
-        const u32 amax = amax_of_e4m3<N>(in);
-        const u32 amax_bits = float_bits(fp8_product(amax, x_scales[b])) & NO_SIGN;
+        e4m3_magnitudes<N>(in, halves);
+        const float amax = amax_of_halves<N>(halves);
+        const u32 amax_bits = float_bits(__fmul_rn(amax, fit_scale(x_scales[b])));
         const u32 scale = wire_scale<WIRE_MXFP4>(amax_bits, round);
-        encode_e2m1_from_e4m3<N>(in, amax, x_scales[b], scale, words);
+        encode_e2m1_from_e4m3<N>(in, halves, amax, x_scales[b], scale, words);
         std::memcpy(payload + b * N / 2, words, sizeof words);
         scales[b] = scale;
     }

@@ -29,6 +29,11 @@ static inline float bits_float(uint32_t bits) {
     return value;
 }
 
+template <int N>
+static inline void load_words(const uint8_t* at, uint32_t (&words)[N]) {
+    std::memcpy(words, at, sizeof words);
+}
+
 static inline float __fmul_rn(float a, float b) { return a * b; }
 static inline float __fadd_rn(float a, float b) { return a + b; }
 
@@ -111,6 +116,11 @@ static inline uint32_t f16_of(double value) {
     const int exponent = std::max(std::ilogb(magnitude), -14);
     const double steps = std::nearbyint(std::ldexp(magnitude, 10 - exponent));
     return sign | std::min<uint32_t>((exponent + 14) * 1024 + static_cast<uint32_t>(steps), 0x7C00);
+}
+
+static inline void f16x2_to_f32(uint32_t halves, float& low, float& high) {
+    low = static_cast<float>(f16_value(halves & 0xFFFF));
+    high = static_cast<float>(f16_value(halves >> 16));
 }
 
 // FP16 products and sums are exact in double.

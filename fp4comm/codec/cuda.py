@@ -8,6 +8,7 @@ and mean the same; shapes and meaning of a kernel's arguments stand in its file.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import numpy as np
@@ -35,6 +36,7 @@ class Shape:
         max_lanes: threads along one row.
         ahead: rows that a reduce loads before it adds the first.
         max_registers: of a thread; 0 leaves them to the compiler.
+        many: the shape for many rows, if that is another one.
     """
 
     piece: int
@@ -43,6 +45,7 @@ class Shape:
     max_lanes: int = 512
     ahead: int = 4
     max_registers: int = 0
+    many: Shape | None = None
 
     def options(self) -> cuda_kernels.Options:
         """What the kernel's compiler must know of it."""
@@ -51,23 +54,34 @@ class Shape:
         return *limit, *(f"-D{name}={value}" for name, value in names.items())
 
 
+# By kernel and options; of those that fit the one with the most options counts.
 SHAPES = {
-    "quantize_rows": Shape(32, max_lanes=256),
-    "quantize_rows from E4M3": Shape(32, unroll=2, max_lanes=256),
-    "quantize_rows to BF16": Shape(8),
-    "to_fp8_rows": Shape(32, max_lanes=256),
-    "to_fp8_rows by column": Shape(16, unroll=2),
-    "to_bf16_rows": Shape(16, max_lanes=256),
-    "dequantize": Shape(8, max_lanes=256),
-    "weighted_reduce": Shape(16, max_lanes=256, ahead=2),
-    "weighted_reduce to MXFP4": Shape(32, max_lanes=256, ahead=1),
-    "final_reduce": Shape(16, max_lanes=128, ahead=2),
+    ("quantize_rows",): Shape(32, max_lanes=256),
+    ("quantize_rows", "-DWIRE=WIRE_BF16"): Shape(8),
+    ("quantize_rows", "-DINPUT=INPUT_E4M3"): Shape(32, unroll=2, max_lanes=256),
+    ("quantize_rows", "-DINPUT=INPUT_E4M3", "-DWIRE=WIRE_BF16"): Shape(16),
+    ("quantize_rows", "-DINPUT=INPUT_E4M3", "-DWIRE=WIRE_MXFP4"): Shape(
+        32, unroll=2, max_lanes=32, many=Shape(32, unroll=3, max_lanes=256, max_registers=56)
+    ),
+    ("to_fp8_rows",): Shape(32, max_lanes=256),
+    ("to_fp8_rows", "-DCOLUMN_SCALES=1"): Shape(16, unroll=2),
+    ("to_bf16_rows",): Shape(16, max_lanes=256),
+    ("dequantize",): Shape(8, max_lanes=256),
+    ("weighted_reduce",): Shape(16, max_lanes=64, ahead=2),
+    ("weighted_reduce", "-DWIRE=WIRE_MXFP4"): Shape(32, max_lanes=32, ahead=1),
+    ("final_reduce",): Shape(16, max_lanes=128, ahead=2),
 }
+MANY = 40_000_000  # elements from which on `Shape.many` is the faster one
 
 BLOCK_ROWS = 32  # of a thread block that writes scales by column; cuda/to_fp8_rows.cu
 PADDING_BLOCKS = 16  # thread blocks an expert that zero its padding; cuda/rows.cuh
 COLUMN_LANES = 8  # cuda/to_fp8_columns.cu
-MIN_BLOCKS = {"mxfp4": 5}  # thread blocks a multiprocessor, there; 3 for other wires
+COLUMN_SHAPES = {  # columns and rows of a thread, thread blocks a multiprocessor, there
+    "bf16": (8, 8, 8),
+    "fp8": (32, 4, 5),
+    "mxfp8": (32, 4, 5),
+    "mxfp4": (32, 4, 5),
+}
 DOT_WARPS = 4  # of a thread block of row_dots; a row each
 CHUNKS = object()  # stands for the argument that `_launch_rows` knows
 
@@ -219,13 +233,13 @@ def to_fp8_columns(
     num_tiles = len(tiles) // 2
     out = torch.empty((hidden, num_out), dtype=torch.uint8, device=device)
     out_scales = torch.empty((num_tiles, hidden), dtype=torch.float32, device=device)
-    columns = COLUMN_LANES * (8 if wire.name == "bf16" else 32)  # of a thread block
-    column_blocks = -(-hidden // columns)
+    piece, rows, _ = COLUMN_SHAPES[wire.name]
+    column_blocks = -(-hidden // (COLUMN_LANES * piece))
     cuda_kernels.launch(
         "to_fp8_columns",
         _column_options(wire),
         num_tiles * column_blocks,
-        (COLUMN_LANES * TILE_ROWS // 4, 1),
+        (COLUMN_LANES * TILE_ROWS // rows, 1),
         payload,
         scales,
         sources,
@@ -325,17 +339,11 @@ def wire_options(wire: WireFormat, **more: str | int) -> cuda_kernels.Options:
     return tuple(f"-D{name}={value}" for name, value in names.items())
 
 
+@functools.cache
 def _shape(name: str, options: cuda_kernels.Options) -> Shape:
     """The shape of a kernel compiled with these options."""
-    special = {
-        "to_fp8_rows": ("-DCOLUMN_SCALES=1", " by column"),
-        "weighted_reduce": ("-DWIRE=WIRE_MXFP4", " to MXFP4"),
-        "quantize_rows": ("-DINPUT=INPUT_E4M3", " from E4M3"),
-    }
-    if name == "quantize_rows" and "-DWIRE=WIRE_BF16" in options:
-        return SHAPES["quantize_rows to BF16"]
-    option, variant = special.get(name, ("", ""))
-    return SHAPES[name + variant] if option in options else SHAPES[name]
+    fits = [key for key in SHAPES if key[0] == name and set(key[1:]) <= set(options)]
+    return SHAPES[max(fits, key=len)]
 
 
 def variants() -> list[tuple[str, cuda_kernels.Options]]:
@@ -344,7 +352,9 @@ def variants() -> list[tuple[str, cuda_kernels.Options]]:
 
     def add(name: str, wire: WireFormat, **more: str | int) -> None:
         options = wire_options(wire, **more)
-        found[name, (*options, *_shape(name, options).options())] = None
+        shape = _shape(name, options)
+        for one in (shape, shape.many or shape):
+            found[name, (*options, *one.options())] = None
 
     for wire_format in FORMATS.values():
         for rule in wire_format.scale_rules or (None,):
@@ -362,7 +372,8 @@ def variants() -> list[tuple[str, cuda_kernels.Options]]:
 
 
 def _column_options(wire: WireFormat) -> cuda_kernels.Options:
-    return wire_options(wire, LANES=COLUMN_LANES, MIN_BLOCKS=MIN_BLOCKS.get(wire.name, 3))
+    piece, rows, min_blocks = COLUMN_SHAPES[wire.name]
+    return wire_options(wire, LANES=COLUMN_LANES, PIECE=piece, ROWS=rows, MIN_BLOCKS=min_blocks)
 
 
 def _launch_rows(
@@ -383,6 +394,8 @@ def _launch_rows(
         return
     by_column = "-DCOLUMN_SCALES=1" in options
     shape = _shape(name, options)
+    if shape.many and num_rows * hidden >= MANY:
+        shape = shape.many
     num_pieces = hidden // shape.piece
     if by_column:
         lanes, rows = 32, BLOCK_ROWS // shape.unroll

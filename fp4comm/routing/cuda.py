@@ -13,7 +13,7 @@ import torch
 from fp4comm import check, cuda_kernels
 from fp4comm.routing import Placement, RoutePlan, route_slot_bytes
 
-CHUNK_SLOTS = 256  # of a warp; cuda/routing.cuh
+CHUNK_SLOTS = 128  # of a warp; cuda/routing.cuh
 WARPS = 4  # of a thread block
 INDICES = {torch.int32: ("-DINDEX=int",), torch.int64: ("-DINDEX=i64",)}
 

@@ -146,8 +146,12 @@ def mantissas_beside_ratios():
     return np.array([*mantissas, *cells, *random], np.uint32)
 
 
+@pytest.mark.parametrize("many", [0, cuda.MANY], ids=["many", "few"])
 @pytest.mark.parametrize("rule", ["even", "ceil", "floor"])
-def test_quantizes_every_fp8_code_under_every_kind_of_scale_as_the_reference(rule):
+def test_quantizes_every_fp8_code_under_every_kind_of_scale_as_the_reference(
+    rule, many, monkeypatch
+):
+    monkeypatch.setattr(cuda, "MANY", many)
     mantissas = mantissas_beside_ratios()
     codes = np.random.default_rng(4).integers(0, 256, (len(mantissas), 1024), dtype=np.uint8)
     codes[:, :512] &= 0xF7  # without NaN; then blocks of one binade and less
