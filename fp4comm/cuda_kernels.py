@@ -22,6 +22,8 @@ import numpy as np
 import torch
 
 FOLDER = Path(__file__).resolve().parent / "cuda"  # in a checkout a link
+READ_ONE_BY_ONE = torch.int32, torch.int64  # elements of tables
+NULL = np.uint64(0)
 MIN_CAPABILITY = 8, 0  # Ampere: the first with BF16 arithmetic
 ALIGNMENT = 16  # bytes, of the widest access
 OPTIONS = ("-std=c++17", "-ftz=false", "-fmad=false", "-prec-div=true", "-prec-sqrt=true")
@@ -101,22 +103,18 @@ def launch(
     if grid == 0:
         return
     device = args[0].device.index
-    function = kernel(name, device, options)
-    # Copies of views that start between the addresses of a wide access live until the launch.
-    aligned = [_aligned(arg) if isinstance(arg, torch.Tensor) else arg for arg in args]
-    values = tuple(_value(arg) for arg in aligned)
-    function((grid,), block, values, torch.cuda.current_stream(device).cuda_stream)
-
-
-def _value(arg: Any) -> Any:
-    if isinstance(arg, torch.Tensor):
-        return np.uint64(arg.data_ptr())
-    return np.uint64(0) if arg is None else arg
-
-
-def _aligned(tensor: torch.Tensor) -> torch.Tensor:
-    is_index = tensor.dtype in (torch.int32, torch.int64)  # read one by one
-    return tensor if is_index or tensor.data_ptr() % ALIGNMENT == 0 else tensor.clone()
+    values: list[Any] = []
+    copies = []  # live until the launch
+    for arg in args:
+        if isinstance(arg, torch.Tensor):
+            address = arg.data_ptr()
+            if address % ALIGNMENT and arg.dtype not in READ_ONE_BY_ONE:
+                copies.append(arg.clone())  # of a view that starts between wide accesses
+                address = copies[-1].data_ptr()
+            arg = np.uint64(address)
+        values.append(NULL if arg is None else arg)
+    stream = torch._C._cuda_getCurrentRawStream(device)  # a tenth of torch.cuda.current_stream
+    kernel(name, device, options)((grid,), block, tuple(values), stream)
 
 
 def kernel(name: str, device: int, options: Options = ()) -> Launch:
