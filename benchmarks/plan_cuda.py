@@ -163,7 +163,6 @@ def row_lines(rows: list[Timed]) -> list[str]:
 @click.option("--ranks", default=(8, 64), multiple=True, show_default=True)
 @click.option("--iterations", default=50, show_default=True)
 @click.option("--json", "json_file", type=click.Path(dir_okay=False, path_type=Path))
-@click.option("--commit", help="For --json, where the code is a copy without .git.")
 def main(
     tokens: int,
     experts: int,
@@ -171,7 +170,6 @@ def main(
     ranks: tuple[int, ...],
     iterations: int,
     json_file: Path | None,
-    commit: str | None,
 ) -> None:
     """Measure the GPU time of plan and layout."""
     try:
@@ -191,7 +189,7 @@ def main(
             "arguments": {"tokens": tokens, "experts": experts, "topk": topk},
             "machine": machine.machine(),
             "versions": machine.versions(),
-            "git": machine.git() or {"commit": commit, "dirty": None},
+            "git": machine.git(),
             "rows": [dataclasses.asdict(row) for row in rows],
         }
         bench_report.write_json(json_file, content)

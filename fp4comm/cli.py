@@ -116,7 +116,6 @@ RUN_OPTIONS: tuple[Option, ...] = (
     click.option("--ranks", type=int, help="Of the local transport: threads of this process."),
     click.option("--timeout-s", type=float, default=300.0, show_default=True, help="For a peer."),
     json_option,
-    click.option("--commit", help="For --json, where the code is a copy without .git."),
 )
 
 
@@ -309,7 +308,7 @@ def _environment(context: click.Context, group: Transport) -> Environment:
         places=[Place(*place) for place in places],
         machine=machine.machine(),
         versions=machine.versions(),
-        git=machine.git() or _stated_commit(options["commit"]),
+        git=machine.git(),
     )
 
 
@@ -327,10 +326,6 @@ def _library(transport_name: str, device: str) -> str | None:
 def _gpu() -> str:
     """Tell this rank's GPU from others of its machine."""
     return str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
-
-
-def _stated_commit(commit: str | None) -> dict[str, Any] | None:
-    return None if commit is None else {"commit": commit, "dirty": None}
 
 
 def _command(context: click.Context) -> str:

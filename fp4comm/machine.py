@@ -25,7 +25,7 @@ PACKAGES = {
     "nccl": ("nvidia-nccl-cu13", "nvidia-nccl-cu12"),
     "nvrtc": ("nvidia-cuda-nvrtc", "nvidia-cuda-nvrtc-cu12"),
 }
-COMMIT_VARIABLE = "FP4COMM_COMMIT"  # the commit, where a checkout was copied without .git
+COMMIT_VARIABLE = "FP4COMM_COMMIT"
 
 PINNED = (
     "             note: mpirun binds ranks to cores unless told `--bind-to none` or"
@@ -102,12 +102,13 @@ def mpi_library() -> str | None:
 def git() -> dict[str, Any] | None:
     """Commit of the checkout that this package is used from, if it is one.
 
-    It is dirty if a tracked file differs, other than results of measurements; a copy of a checkout
-    cannot know.
+    It is dirty if a tracked file differs, other than results of measurements.  FP4COMM_COMMIT names
+    the commit where a copy of a checkout cannot know it.
     """
+    if COMMIT_VARIABLE in os.environ:
+        return {"commit": os.environ[COMMIT_VARIABLE], "dirty": None}
     if not (CHECKOUT / ".git").exists():
-        told = os.environ.get(COMMIT_VARIABLE)
-        return None if told is None else {"commit": told, "dirty": None}
+        return None
     commit = _git("rev-parse", "HEAD")
     where = ("--", ".", ":!benchmarks/results")
     changes = _git("status", "--porcelain", "--untracked-files=no", *where)

@@ -149,13 +149,9 @@ def test_json_holds_machine_versions_commit_arguments_and_rows(tmp_path):
     assert 15 < dispatch["sqnr_db"] < 25
 
 
-def test_a_copy_without_git_is_told_its_commit(monkeypatch, tmp_path):
-    monkeypatch.setattr(machine, "git", lambda: None)
-    file = tmp_path / "out.json"
-    options = ("--wire", "bf16", "--json", file)
-    for given, wanted in (((), None), (("--commit", "abc"), {"commit": "abc", "dirty": None})):
-        assert run("bench", *TINY, *options, *given).exit_code == 0
-        assert json.loads(file.read_text())["git"] == wanted
+def test_a_copy_of_a_checkout_is_told_its_commit(monkeypatch):
+    monkeypatch.setenv("FP4COMM_COMMIT", "abc")
+    assert machine.git() == {"commit": "abc", "dirty": None}
 
 
 BAD = [
