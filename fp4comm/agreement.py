@@ -13,13 +13,13 @@ import dataclasses
 
 import numpy as np
 
+from fp4comm import texts as packed_text
 from fp4comm.formats import FORMATS, WireFormat
 from fp4comm.precision import Precision
 from fp4comm.transport import Transport
 
 WIRE_VERSION = 1
 MESSAGE_WORDS = 64  # int64 words of the first message to each rank, whatever the call
-TEXT_WORDS = 64  # of an error text: 512 bytes
 
 ERROR_TYPES: tuple[type[Exception], ...] = (ValueError, TypeError, RuntimeError)
 OPERATIONS = ("AllToAll(...)", "dispatch", "a command's arguments")
@@ -103,10 +103,8 @@ def agree(
 
 def texts(transport: Transport, text: str) -> list[str]:
     """Exchange a text of each rank, cut to 512 bytes."""
-    padded = text.encode(errors="replace")[: 8 * TEXT_WORDS].ljust(8 * TEXT_WORDS, b"\0")
-    words = np.tile(np.frombuffer(padded, np.int64), (transport.num_ranks, 1))
-    received = transport.exchange_counts(words)
-    return [row.tobytes().rstrip(b"\0").decode(errors="replace") for row in received]
+    words = np.tile(packed_text.pack(text), (transport.num_ranks, 1))
+    return [packed_text.unpack(row) for row in transport.exchange_counts(words)]
 
 
 def wire_numbers(precision: Precision) -> dict[str, int]:

@@ -320,7 +320,7 @@ def _library(transport_name: str, device: str) -> str | None:
         return machine.mpi_library()
     if device == "cpu":
         return "gloo"
-    return f"NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}"
+    return f"NCCL {machine.nccl_library()}"
 
 
 def _gpu() -> str:

@@ -21,6 +21,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from fp4comm import gpu
+
 FOLDER = Path(__file__).resolve().parent / "cuda"  # in a checkout a link
 READ_ONE_BY_ONE = torch.int32, torch.int64  # elements of tables
 NULL = np.uint64(0)
@@ -45,23 +47,14 @@ def cupy() -> Any:
     try:
         return importlib.import_module("cupy")
     except ImportError as error:
-        raise RuntimeError(
-            f"CUDA kernels: need CuPy ({error}); pip install 'fp4comm[{_extra()}]'"
-        ) from error
-
-
-def _extra() -> str:
-    """The extra that brings CuPy for torch's CUDA."""
-    version = torch.version.cuda
-    return f"cuda{version.split('.')[0]}" if version else "cuda12"
+        raise RuntimeError(f"CUDA kernels: need CuPy ({error}); {gpu.install()}") from error
 
 
 def missing() -> str | None:
-    """What the kernels lack here, or None if it can run."""
-    if torch.version.cuda is None:
-        return "needs a torch built for CUDA"
-    if not torch.cuda.is_available():
-        return "needs an NVIDIA GPU and its driver"
+    """What the kernels lack here, or None if they can run."""
+    lacks = gpu.missing()
+    if lacks is not None:
+        return lacks
     capability = torch.cuda.get_device_capability()
     if capability < MIN_CAPABILITY:
         return (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import importlib.metadata
 import os
 import platform
@@ -13,7 +14,7 @@ from typing import Any
 
 import torch
 
-from fp4comm import codec, transport
+from fp4comm import codec, gpu, transport
 from fp4comm._version import __version__
 from fp4comm.codec import threads
 
@@ -97,6 +98,13 @@ def mpi_library() -> str | None:
         return MPI.Get_library_version().splitlines()[0].split(",")[0].strip()
 
     return _or_else(ask, None)
+
+
+def nccl_library() -> str | None:
+    """Version of the NCCL that this process has loaded; None without one."""
+    ask = lambda: importlib.import_module("cupy.cuda.nccl").get_version()  # noqa: E731
+    version = _or_else(ask, None)
+    return None if version is None else gpu.nccl_words(version)
 
 
 def git() -> dict[str, Any] | None:

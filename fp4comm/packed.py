@@ -135,13 +135,10 @@ class PackedRows:
             ValueError: a layout made for another number of rows, or on another device.
         """
         check.layout(layout, len(self), self.payload.device)
-        source = layout.row_source.long()
-        live = source >= 0
+        source, padding = layout.row_source.clamp(min=0), layout.row_source.unsqueeze(1) < 0
 
         def expanded(part: torch.Tensor) -> torch.Tensor:
-            out = part.new_zeros((len(source), part.shape[1]))
-            out[live] = part[source[live]]
-            return out
+            return part.index_select(0, source).masked_fill_(padding, 0)
 
         return dataclasses.replace(
             self, payload=expanded(self.payload), scales=expanded(self.scales)

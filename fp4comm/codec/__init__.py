@@ -41,13 +41,18 @@ def of(device: torch.device) -> Any:
 @functools.cache
 def _load(name: str) -> Any:
     """Import an implementation, if it can run here."""
-    missing = cuda_kernels.missing() if name == "cuda" else None
-    if missing is not None:
-        raise RuntimeError(f'codec "cuda": {missing}')
+    lacks = cuda_kernels.missing() if name == "cuda" else _lacks_numba()
+    if lacks is not None:
+        raise RuntimeError(f'codec "{name}" {lacks}')
+    return importlib.import_module(f"fp4comm.codec.{name}")
+
+
+def _lacks_numba() -> str | None:
     try:
-        return importlib.import_module(f"fp4comm.codec.{name}")
+        importlib.import_module("numba")
     except ImportError as error:
-        raise RuntimeError(f'codec "cpu" needs numba ({error}); pip install numba') from error
+        return f"needs numba ({error}); pip install numba"
+    return None
 
 
 def available() -> dict[str, str | None]:

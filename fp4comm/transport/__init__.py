@@ -62,8 +62,7 @@ class Transport(Protocol):
             ValueError: if the shape is another one, here or on a peer.
             TimeoutError: naming the peer, if one does not come within ``timeout_s``.
             ConnectionError: naming the peer, if one is gone.
-            RuntimeError: if a peer called ``abort``, the transport is broken or closed, or a CUDA
-                graph is being captured.
+            RuntimeError: if a peer called ``abort``, or the transport is broken or closed.
 
         Example: of 2 ranks with ``[[1], [2]]`` and ``[[3], [4]]``, rank 0 gets ``[[1], [3]]`` and
         rank 1 ``[[2], [4]]``.

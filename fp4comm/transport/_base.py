@@ -105,8 +105,6 @@ class BaseTransport:
     def exchange_counts(self, counts: npt.ArrayLike) -> npt.NDArray[np.int64]:
         """Send row d of ``counts`` to rank d and return the rows received; see `Transport`."""
         self._check_usable()
-        if torch.cuda.is_initialized():
-            self._refuse_capture("exchange_counts", "the host waits for the peers' counts")
         asked = np.asarray(counts)
         if asked.ndim != 2 or asked.shape[0] != self.num_ranks or asked.shape[1] == 0:
             raise ValueError(
@@ -153,7 +151,7 @@ class BaseTransport:
             check_cuda_rows(send, f"sends[{i}]")
             check_cuda_rows(recv, f"recvs[{i}]")
         check_row_counts(sends, to, recvs, came)
-        self._refuse_capture("exchange", "the host counts its rows and watches over them", stream)
+        self._refuse_capture(stream)
         if stream is None:
             stream = torch.cuda.current_stream(device)
         if self._engine is None:
@@ -223,13 +221,13 @@ class BaseTransport:
         except BaseException as error:
             self._fail_and_raise(error)
 
-    def _refuse_capture(self, function: str, reason: str, stream: Any = None) -> None:
+    def _refuse_capture(self, stream: Any) -> None:
         current = contextlib.nullcontext() if stream is None else torch.cuda.stream(stream)
         with current:
             if torch.cuda.is_current_stream_capturing():
                 raise RuntimeError(
-                    f"{function}: cannot be captured in a CUDA graph, since {reason}; end the"
-                    " capture before it"
+                    "exchange: cannot be captured in a CUDA graph, since the host counts its rows"
+                    " and watches over them; end the capture before it"
                 )
 
     def _check_usable(self) -> None:

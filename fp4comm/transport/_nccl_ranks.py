@@ -16,16 +16,17 @@ from typing import Any
 import numpy as np
 import torch
 
+from fp4comm import gpu, texts
+
 MIN_VERSION = 21800  # 2.18 brought ncclCommSplit, without which CuPy's bindings do not load
 SHARING_VERSION = 23000  # 2.30 lets ranks share a GPU
 SHARING = "NCCL_MULTI_RANK_GPU_ENABLE"
-TEXT_WORDS = 64  # int64 words of an error text: 512 bytes
 ID_BYTES = 128
 
 
 def import_nccl() -> Any:
     """Return ``cupy.cuda.nccl``; raise RuntimeError ``needs ...`` saying what to install."""
-    install = f"pip install 'fp4comm[{_extra()}]'"
+    install = gpu.install()
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # CuPy warns of what is raised below
@@ -35,16 +36,12 @@ def import_nccl() -> Any:
     version = nccl.get_version() if nccl.available else _version_of_library()
     if version is not None and version < MIN_VERSION:
         raise RuntimeError(
-            f"needs NCCL {_words(MIN_VERSION)} or newer, found {_words(version)}; {install}"
+            f"needs NCCL {gpu.nccl_words(MIN_VERSION)} or newer, found {gpu.nccl_words(version)};"
+            f" {install}"
         )
     if not nccl.available:
         raise RuntimeError(f"needs libnccl ({_why_not_loaded()}); {install}")
     return nccl
-
-
-def _extra() -> str:
-    """The extra that brings CuPy and NCCL for torch's CUDA."""
-    return f"cuda{(torch.version.cuda or '12').split('.')[0]}"
 
 
 def _version_of_library() -> int | None:
@@ -65,18 +62,11 @@ def _why_not_loaded() -> str:
     return "this CuPy does not use it"
 
 
-def _words(version: int) -> str:
-    """Write NCCL's number of a version: 22809 as 2.28.9, and 2804 as 2.8.4."""
-    major, rest = divmod(version, 10000 if version > 9999 else 1000)
-    return f"{major}.{rest // 100}.{rest % 100}"
-
-
 def missing() -> str | None:
     """Return ``needs ...``, what this process lacks for rows to travel by NCCL, or None."""
-    if torch.version.cuda is None:
-        return f"needs a torch built for CUDA, got torch {torch.__version__}"
-    if not torch.cuda.is_available():
-        return "needs an NVIDIA GPU and its driver"
+    lacks = gpu.missing()
+    if lacks is not None:
+        return lacks
     try:
         import_nccl()
     except RuntimeError as error:
@@ -109,13 +99,13 @@ class Presence:
     def packed(self) -> np.ndarray:
         """Return it as int64 words, equally many for any."""
         flags = [not self.missing, self.version, self.may_share]
-        return np.concatenate([np.array(flags, np.int64), _pack_text(self.missing or self.device)])
+        return np.concatenate([np.array(flags, np.int64), texts.pack(self.missing or self.device)])
 
     @classmethod
     def unpacked(cls, words: np.ndarray) -> Presence:
         """Make it of `packed` words, the text cut if it was too long."""
         has_all, version, may_share = map(int, words[:3])
-        text = _unpack_text(words[3:])
+        text = texts.unpack(words[3:])
         return cls("" if has_all else text, version, text if has_all else "", bool(may_share))
 
 
@@ -145,8 +135,8 @@ def check_ranks(transport: Any, mine: Presence) -> None:
             _refuse(transport, rank, f'transport "{transport.name}" {presence.missing}')
     for rank, presence in enumerate(ranks):
         if presence.version != ranks[0].version:
-            found = _words(presence.version)
-            expected = _words(ranks[0].version)
+            found = gpu.nccl_words(presence.version)
+            expected = gpu.nccl_words(ranks[0].version)
             _refuse(transport, rank, f"NCCL: expected {expected} as on rank 0, found {found}")
         other = first_on.setdefault(presence.device, rank)
         if other != rank and not (presence.may_share and ranks[other].may_share):
@@ -158,10 +148,11 @@ def _refuse(transport: Any, rank: int, text: str) -> None:
 
 
 def _same_device(rank: int, other: int, presence: Presence) -> str:
+    needed, found = gpu.nccl_words(SHARING_VERSION), gpu.nccl_words(presence.version)
     return (
         f"device: expected one for each rank, got {presence.device} for ranks {other} and {rank};"
-        f" choose with torch.cuda.set_device, or let ranks share: NCCL {_words(SHARING_VERSION)} or"
-        f" newer (found {_words(presence.version)}) and {SHARING}=1"
+        f" choose with torch.cuda.set_device, or let ranks share: NCCL {needed} or newer (found"
+        f" {found}) and {SHARING}=1"
     )
 
 
@@ -171,24 +162,15 @@ def share_id(transport: Any, nccl: Any) -> bytes:
     Raises:
         RuntimeError: on all ranks alike, if it cannot.
     """
-    failed, words = 0, np.zeros(TEXT_WORDS, np.int64)
+    failed, words = 0, np.zeros(texts.WORDS, np.int64)
     if transport.rank == 0:
         try:
             words[: ID_BYTES // 8] = np.frombuffer(nccl.get_unique_id(), np.int64)
         except Exception as error:
-            failed, words = 1, _pack_text(f"NCCL: no id for a communicator: {error}")
+            failed, words = 1, texts.pack(f"NCCL: no id for a communicator: {error}")
     sent = np.tile(np.concatenate([[failed], words]), (transport.num_ranks, 1))
     failed, *received = transport.exchange_counts(sent)[0]
     words = np.array(received, np.int64)
     if failed:
-        _refuse(transport, 0, _unpack_text(words))
+        _refuse(transport, 0, texts.unpack(words))
     return words.tobytes()[:ID_BYTES]
-
-
-def _pack_text(text: str) -> np.ndarray:
-    data = text.encode(errors="replace")[: 8 * TEXT_WORDS].ljust(8 * TEXT_WORDS, b"\0")
-    return np.frombuffer(data, np.int64)
-
-
-def _unpack_text(words: np.ndarray) -> str:
-    return words.tobytes().rstrip(b"\0").decode(errors="replace")
