@@ -27,7 +27,7 @@ import click
 import numpy as np
 import torch
 
-from fp4comm import WireFormat, machine, reference, routing
+from fp4comm import WireFormat, launch, machine, reference, routing
 from fp4comm.codec import cuda
 
 WIRES = [WireFormat(name) for name in ("mxfp4", "mxfp8", "fp8", "bf16")]
@@ -365,6 +365,10 @@ def main(
     json_path: str | None,
 ) -> None:
     """Measure the CUDA codec of this machine's GPU."""
+    try:
+        launch.use_device("cuda", 0)
+    except RuntimeError as error:
+        raise click.ClickException(str(error)) from error
     rows: list[dict[str, Any]] = []
     click.echo(f"# {torch.cuda.get_device_name()}; share = time of a copy of the bytes / time")
     for shape in shapes:

@@ -102,6 +102,7 @@ def measure(
     runs = [Run(transport, workload, settings, wire, checker) for wire in settings.wires]
     peers = [Plain(transport, workload, settings.device, checker)] if settings.plain else []
     last = settings.warmup + settings.iterations - 1
+    progress("warming up")
     for i in range(last + 1):
         if i == settings.warmup:
             progress(f"timing {settings.iterations} calls of each operation and wire format")
