@@ -112,7 +112,7 @@ def find_nccl(given: Path | None, scratch: Path) -> Path:
     """
     if given is None:
         return _newest_wheel()
-    library = _library_in(given) if given.is_dir() else given
+    library = (_library_in(given) if given.is_dir() else given).resolve()
     if not library.is_file():
         raise SetupError(f"nccl: expected {LIBRARY} or {PACKED}, or a folder with one, got {given}")
     if library.suffix == ".xz":
@@ -222,6 +222,8 @@ def rank_command(
     ranks: int, nodes: int, library: Path, command: Sequence[str], preloaded: str | None
 ) -> list[str]:
     """Write mpirun's command line: NCCL is loaded by the ranks, and never by mpirun."""
+    if set(str(library)) & set(" :"):
+        raise SetupError(f"nccl: expected a path without spaces and colons, got {library}")
     loaded = ":".join(filter(None, [str(library), preloaded]))
     program = shutil.which(command[0]) or command[0]  # mpirun puts its own folder first in PATH
     return [

@@ -25,6 +25,7 @@ ERROR_TYPES: tuple[type[Exception], ...] = (ValueError, TypeError, RuntimeError)
 OPERATIONS = ("AllToAll(...)", "dispatch", "a command's arguments")
 MAKE, DISPATCH, COMMAND = range(3)
 DTYPES = ("bfloat16", "float8_e4m3fn with float32 scales")
+DEVICES = ("on the CPU", "on a GPU")
 ROUTES = ("topk_weights given", "no topk_weights")
 WIRES = [WireFormat(f.name, rule) for f in FORMATS.values() for rule in f.scale_rules or (None,)]
 
@@ -36,6 +37,7 @@ class Fingerprint:
     operation: int
     all_to_all: int = 0  # which AllToAll object: a number drawn by rank 0 when it was made
     call: int = 0  # collective calls made on it so far
+    history: int = 0  # of the transport's exchanges
     num_experts: int = 0
     hidden: int = 0
     dispatch: int = 0
@@ -43,6 +45,7 @@ class Fingerprint:
     dispatch_grad: int = 0
     combine_grad: int = 0
     dtype: int = 0
+    device: int = 0
     topk: int = 0
     route: int = 0
     wire_version: int = WIRE_VERSION
@@ -56,13 +59,16 @@ COUNTS_IN_MESSAGE = MESSAGE_WORDS - HEADER_WORDS
 FIELD_NAMES = {
     "all_to_all": "AllToAll object in use",
     "call": "number of earlier calls",
+    "history": "order of earlier exchanges",
     "dtype": "x",
+    "device": "x",
     "topk": "topk_idx: top-k",
     "route": "topk_weights",
 }
 FIELD_WORDS = {
     "operation": OPERATIONS,
     "dtype": DTYPES,
+    "device": DEVICES,
     "route": ROUTES,
     **dict.fromkeys(("dispatch", "combine", "dispatch_grad", "combine_grad"), WIRES),
 }
@@ -147,7 +153,7 @@ def _compare(fingerprints: np.ndarray) -> None:
     rank = int(np.flatnonzero(differs[:, column])[0])
     field = FINGERPRINT_FIELDS[column]
     expected, got = (_word(field, int(fingerprints[r, column])) for r in (0, rank))
-    if field == "all_to_all":  # a number means nothing to a reader
+    if field in ("all_to_all", "history"):  # a number means nothing to a reader
         expected, got = "the one", "another"
     kind = TypeError if field == "dtype" else ValueError
     name = FIELD_NAMES.get(field, field)

@@ -223,7 +223,7 @@ class AllToAll:
             with self._stopping_peers("combine"), self._phase("combine", "reduce"):
                 return implementation.final_reduce(*received, wire, self.hidden, plan)
 
-        pending = Pending(work, received, finish)
+        pending = Pending(work, [*received, plan.place_offsets, plan.places], finish)
         return pending if async_op else pending.wait()
 
     def close(self) -> None:
@@ -364,7 +364,8 @@ class AllToAll:
             with self._stopping_peers("dispatch"), self._phase("dispatch", "arrive"):
                 return self._arrive(received, handle)
 
-        return Pending(work, received, finish)
+        tables = handle.layout.slot_rows, handle.layout.padding
+        return Pending(work, [*received, *tables], finish)
 
     # Checks and bookkeeping
 
@@ -378,6 +379,8 @@ class AllToAll:
                 f'x: expected on {expected}, the device of transport "{self._transport.name}", got'
                 f" {device}"
             )
+        if device.type == "cuda" and self._transport.cuda_missing is not None:
+            raise RuntimeError(f"x: expected on the CPU: {self._transport.cuda_missing}")
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
                 "x: expected outside of a CUDA graph's capture: the counts are read by the host,"
@@ -432,10 +435,12 @@ class AllToAll:
             operation,
             self._number,
             self._num_calls,
+            self._transport.history,
             self.num_experts,
             self.hidden,
             **agreement.wire_numbers(self.precision),
             dtype=int(isinstance(rows, tuple)),
+            device=int(rows is not None and _codes(rows).is_cuda),
             topk=0 if plan is None else plan.num_topk,
             route=int(topk_weights is None),
         )
@@ -458,7 +463,8 @@ class AllToAll:
     def _now(self) -> float:
         """Seconds; if somebody wants them, those at which the device has done what is queued."""
         if self.timings is not None and torch.cuda.is_initialized():
-            torch.cuda.synchronize()
+            with contextlib.suppress(RuntimeError):  # of the device: its next use says so
+                torch.cuda.synchronize()
         return time.perf_counter()
 
     @contextlib.contextmanager

@@ -46,8 +46,9 @@ def cupy() -> Any:
     """
     try:
         return importlib.import_module("cupy")
-    except ImportError as error:
-        raise RuntimeError(f"CUDA kernels: need CuPy ({error}); {gpu.install()}") from error
+    except Exception as error:  # half-installed packages fail with any
+        why = f"{type(error).__name__}: {error}"
+        raise RuntimeError(f"CUDA kernels: need CuPy ({why}); {gpu.install()}") from error
 
 
 def missing() -> str | None:
@@ -70,7 +71,12 @@ def missing() -> str | None:
 
 def _check_driver(cp: Any) -> None:
     """A cubin of a newer CUDA than the driver's does not load."""
-    compiler, _ = cp.cuda.nvrtc.getVersion()
+    try:
+        compiler, _ = cp.cuda.nvrtc.getVersion()
+    except Exception as error:
+        raise RuntimeError(
+            f"CUDA kernels: need NVRTC ({str(error).strip()}); {gpu.install()}"
+        ) from error
     driver = cp.cuda.runtime.driverGetVersion()
     if driver // 1000 < compiler:
         raise RuntimeError(

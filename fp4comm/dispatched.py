@@ -64,11 +64,11 @@ class Pending(Generic[Result]):
     """A dispatch or combine whose rows are under way.  Holds its inputs until `wait`."""
 
     def __init__(
-        self, work: Work | None, received: list[torch.Tensor], finish: Callable[[], Result]
+        self, work: Work | None, tensors: list[torch.Tensor], finish: Callable[[], Result]
     ) -> None:
-        """Note the exchange, where its rows come, and what is left to do once they are here."""
+        """Note the exchange, what is left to do behind it, and the tensors that this reads."""
         self._work = work
-        self._received = received
+        self._tensors = tensors
         self._finish: Callable[[], Result] | None = finish
         self._result: Result | None = None
 
@@ -81,13 +81,14 @@ class Pending(Generic[Result]):
             TimeoutError, ConnectionError, RuntimeError: the exchange failed meanwhile.
         """
         if self._finish is not None:
-            finish, self._finish = self._finish, None
-            if self._work is not None:
-                self._work.wait()
-                for rows in self._received:
-                    if rows.is_cuda:  # the stream may be another than that of their memory
-                        rows.record_stream(torch.cuda.current_stream(rows.device))
-            self._work, self._received, self._result = None, [], finish()
+            work, tensors, finish = self._work, self._tensors, self._finish
+            self._work, self._tensors, self._finish = None, [], None
+            if work is not None:
+                work.wait()
+                for tensor in tensors:
+                    if tensor.is_cuda:  # the stream may be another than that of their memory
+                        tensor.record_stream(torch.cuda.current_stream(tensor.device))
+            self._result = finish()
         if self._result is None:
-            raise RuntimeError("wait: failed before; the transport is broken")
+            raise RuntimeError("wait: failed before")
         return self._result

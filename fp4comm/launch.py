@@ -140,7 +140,10 @@ def run(
             return transport.run_local(num_ranks, on_thread, timeout_s)[0], True
         if num_ranks is not None:
             raise ValueError(f"ranks: expected none under a launcher, got {num_ranks}")
-        use_device(device, local_rank())
+        try:
+            use_device(device, local_rank())
+        except RuntimeError as error:  # perhaps on this rank alone
+            raise LaunchedRankError(error, True) from error
         return _run_launched(name, timeout_s, fn, device)
     except (ValueError, TypeError, RuntimeError, OSError) as error:  # OSError: late, or gone
         raise LaunchedRankError(error, launched_rank() == 0) from error

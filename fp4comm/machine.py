@@ -113,8 +113,9 @@ def git() -> dict[str, Any] | None:
     It is dirty if a tracked file differs, other than results of measurements.  FP4COMM_COMMIT names
     the commit where a copy of a checkout cannot know it.
     """
-    if COMMIT_VARIABLE in os.environ:
-        return {"commit": os.environ[COMMIT_VARIABLE], "dirty": None}
+    told = os.environ.get(COMMIT_VARIABLE)
+    if told:
+        return {"commit": told, "dirty": None}
     if not (CHECKOUT / ".git").exists():
         return None
     commit = _git("rev-parse", "HEAD")

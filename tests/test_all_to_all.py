@@ -18,7 +18,7 @@ from rounds import (
     same_rows,
 )
 
-from fp4comm import AllToAll, Precision, quantize, transport
+from fp4comm import AllToAll, Precision, agreement, quantize, transport
 
 RANKS = (1, 2, 3, 4, 8)
 
@@ -302,3 +302,55 @@ def test_what_dispatch_returns_can_be_compared_and_kept_in_a_dict():
     assert kept[d.handle] == 1
     assert d.handle == d.handle
     assert d.packed != quantize(torch.ones(1, 32))
+
+
+def test_pending_that_failed_says_so_again_and_keeps_nothing():
+    def on_rank(t):
+        a2a = AllToAll(t, num_experts=2, hidden=32, arrive="bf16")
+        args = torch.ones(1, 32).bfloat16(), torch.tensor([[t.rank]])
+        pending = a2a.dispatch(*args, async_op=True)
+        if t.rank == 0:
+            pending._finish = lambda: 1 / 0
+            with pytest.raises(ZeroDivisionError):
+                pending.wait()
+            with pytest.raises(RuntimeError, match="wait: failed before"):
+                pending.wait()
+            assert pending._tensors == []
+        else:
+            assert pending.wait() is pending.wait()
+
+    transport.run_local(2, on_rank, timeout_s=20)
+
+
+def test_shp_34_without_rows_strides_are_those_of_rows():
+    a2a = AllToAll(transport.open("local"), num_experts=2, hidden=128)
+    d = a2a.dispatch(torch.empty(0, 128).bfloat16(), torch.empty((0, 1), dtype=torch.int64))
+    assert d.rows.stride() == (128, 1)
+    assert d.scales.view(torch.uint8).shape == (0, 4)
+
+
+def test_com_25_another_order_of_exchanges_is_noticed_with_the_next_counts():
+    """NCCL does not compare labels, so that combines could be mixed up without an error."""
+
+    def on_rank(t):
+        a2a = AllToAll(t, num_experts=2, hidden=32, arrive="bf16")
+        args = torch.ones(1, 32).bfloat16(), torch.tensor([[0]])
+        before = t.history
+        a2a.dispatch(*args)
+        assert t.history != before
+        t.history += t.rank
+        with pytest.raises(ValueError, match="rank 1 of 2: order of earlier exchanges: expected"):
+            a2a.dispatch(*args)
+
+    transport.run_local(2, on_rank, timeout_s=20)
+
+
+def test_rows_on_other_kinds_of_device_are_refused_on_all_ranks():
+    """Before any row moves: a group with gloo and NCCL takes both."""
+
+    def on_rank(t):
+        mine = agreement.Fingerprint(agreement.DISPATCH, device=t.rank)
+        with pytest.raises(ValueError, match="rank 1 of 2: x: expected on the CPU as on rank 0"):
+            agreement.agree(t, mine, np.zeros((2, 1), np.int64), None)
+
+    transport.run_local(2, on_rank, timeout_s=20)

@@ -4,6 +4,7 @@ import ctypes
 import importlib
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -91,6 +92,16 @@ def test_without_cupy_the_error_says_what_to_install(monkeypatch):
     monkeypatch.setattr(cuda_kernels.torch.version, "cuda", "13.0")
     monkeypatch.setitem(__import__("sys").modules, "cupy", None)
     with pytest.raises(RuntimeError, match=r"need CuPy .*pip install 'fp4comm\[cuda13\]'"):
+        cuda_kernels.cupy()
+
+
+def test_a_broken_cupy_is_told_like_a_missing_one(tmp_path, monkeypatch):
+    (tmp_path / "cupy").mkdir()
+    (tmp_path / "cupy" / "__init__.py").write_text("raise AttributeError('half installed')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in [name for name in sys.modules if name.split(".")[0] == "cupy"]:
+        monkeypatch.delitem(sys.modules, name)
+    with pytest.raises(RuntimeError, match=r"need CuPy \(AttributeError: half installed\); pip"):
         cuda_kernels.cupy()
 
 

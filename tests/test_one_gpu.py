@@ -32,6 +32,21 @@ print("told", json.dumps(told), flush=True)
 """
 
 
+@pytest.mark.parametrize("folder", ["with space", "with:colon"])
+def test_a_path_that_preloading_would_split_is_refused(folder):
+    with pytest.raises(one_gpu.SetupError, match="without spaces and colons, got") as raised:
+        one_gpu.rank_command(2, 1, Path(folder) / "libnccl.so.2", ["true"], None)
+    assert folder in raised.value.message
+
+
+def test_a_relative_path_of_nccl_is_made_absolute(tmp_path, monkeypatch):
+    (tmp_path / "libnccl.so.2").write_text("")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(one_gpu, "nccl_version", lambda library: (2, 32, 3))
+    for given in (".", "libnccl.so.2"):
+        assert one_gpu.find_nccl(Path(given), tmp_path) == (tmp_path / "libnccl.so.2").resolve()
+
+
 @pytest.fixture
 def start(tmp_path, monkeypatch):
     """Start the script as on a machine that has all it needs; its MPS writes down its calls."""

@@ -50,8 +50,8 @@ def _load(name: str) -> Any:
 def _lacks_numba() -> str | None:
     try:
         importlib.import_module("numba")
-    except ImportError as error:
-        return f"needs numba ({error}); pip install numba"
+    except Exception as error:  # half-installed packages fail with any
+        return f"needs numba ({type(error).__name__}: {error}); pip install numba"
     return None
 
 

@@ -81,7 +81,8 @@ def empty(shape: tuple[int, int], dtype: type[np.generic]) -> torch.Tensor:
 
     First touch of 58 MB: 6 ms against 33 ms by torch.empty.
     """
-    return torch.from_numpy(np.empty(shape, dtype))
+    rows = torch.from_numpy(np.empty(shape, dtype))
+    return rows if rows.numel() else rows.new_empty(shape)  # NumPy's would have strides of 0
 
 
 def to_fp8_rows(

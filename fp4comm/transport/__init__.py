@@ -48,6 +48,8 @@ class Transport(Protocol):
     phase: str | None  # what the caller is doing, for error texts; may be set before a call
     label: str  # what an exchange is for, the same on all ranks; may be set before a call
     device: torch.device | None  # the CUDA device that all rows must be on; None: any, and the host
+    cuda_missing: str | None  # why rows on a GPU cannot travel, or None
+    history: int  # hash of the exchanges' labels so far, in order; NCCL does not compare them
 
     def exchange_counts(self, counts: npt.ArrayLike) -> npt.NDArray[np.int64]:
         """Send row d of ``counts`` to rank d, and return what came, row s from rank s.

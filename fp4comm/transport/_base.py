@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
+import zlib
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
@@ -85,7 +86,8 @@ class BaseTransport:
         self.phase: str | None = None
         self.label = ""
         self._engine: Any = None  # moves rows on a GPU; None: they are staged
-        self._no_engine: str | None = None  # why there is none, though there should be
+        self.cuda_missing: str | None = None  # why there is none, though there should be
+        self.history = 0
         self._num_calls = 0
         self._failing = threading.Lock()
         self.has_failed = False
@@ -145,6 +147,7 @@ class BaseTransport:
             out = [as_rows(rows, f"sends[{i}]", writable=False) for i, rows in enumerate(sends)]
             into = [as_rows(rows, f"recvs[{i}]", writable=True) for i, rows in enumerate(recvs)]
             check_row_counts(out, to, into, came)
+            self._note_label()
             self._run("exchange", out, to, into, came)
             return Work() if async_op else None
         for i, (send, recv) in enumerate(zip(sends, recvs, strict=True)):
@@ -152,19 +155,26 @@ class BaseTransport:
             check_cuda_rows(recv, f"recvs[{i}]")
         check_row_counts(sends, to, recvs, came)
         self._refuse_capture(stream)
+        if self.cuda_missing is not None:
+            raise RuntimeError(self.cuda_missing)
         if stream is None:
             stream = torch.cuda.current_stream(device)
+        self._note_label()
         if self._engine is None:
             return self._exchange_staged(sends, to, recvs, came, stream, async_op)
         return self._exchange_on_device(sends, to, recvs, came, stream, async_op)
 
+    def _note_label(self) -> None:
+        self.history = zlib.crc32(self.label.encode(), self.history)
+
     def _exchange_staged(
         self, sends: Any, to: list[int], recvs: Any, came: list[int], stream: Any, async_op: bool
     ) -> Work | None:
-        if self._no_engine is not None:
-            raise RuntimeError(self._no_engine)
         on_host = functools.partial(self._run, "exchange")
-        done = exchange_staged(on_host, sends, to, recvs, came, self.rank, stream)
+        try:
+            done = exchange_staged(on_host, sends, to, recvs, came, self.rank, stream)
+        except BaseException as error:
+            self._fail_and_raise(error)
         return Work(stream.device, [done]) if async_op else None
 
     def _exchange_on_device(

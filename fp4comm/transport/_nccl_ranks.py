@@ -74,6 +74,10 @@ def missing() -> str | None:
     return None
 
 
+class RefusedError(RuntimeError):
+    """The same on all ranks: the transport is as it was."""
+
+
 @dataclass(frozen=True)
 class Presence:
     """What one rank has."""
@@ -124,7 +128,7 @@ def check_ranks(transport: Any, mine: Presence) -> None:
     """Compare what all ranks have, this one ``mine``.  Collective over ``transport``.
 
     Raises:
-        RuntimeError: on all ranks alike, naming a rank that lacks something, or two that differ in
+        RefusedError: on all ranks alike, naming a rank that lacks something, or two that differ in
             NCCL's version, or share a device and may not.
     """
     words = np.tile(mine.packed(), (transport.num_ranks, 1))
@@ -144,7 +148,7 @@ def check_ranks(transport: Any, mine: Presence) -> None:
 
 
 def _refuse(transport: Any, rank: int, text: str) -> None:
-    raise RuntimeError(f"rank {rank} of {transport.num_ranks}: {text}")
+    raise RefusedError(f"rank {rank} of {transport.num_ranks}: {text}")
 
 
 def _same_device(rank: int, other: int, presence: Presence) -> str:
@@ -160,7 +164,7 @@ def share_id(transport: Any, nccl: Any) -> bytes:
     """Let rank 0 make NCCL's id of a new communicator, for all ranks.  Collective.
 
     Raises:
-        RuntimeError: on all ranks alike, if it cannot.
+        RefusedError: on all ranks alike, if it cannot.
     """
     failed, words = 0, np.zeros(texts.WORDS, np.int64)
     if transport.rank == 0:

@@ -228,7 +228,10 @@ class NcclRows:
                 with self._wake:
                     self._wake.notify()
             self.stream.wait_stream(stream)
-            self._post(streams, to, sent_at, came, comes_at)
+            try:
+                self._post(streams, to, sent_at, came, comes_at)
+            except self._nccl.NcclError as error:
+                raise ConnectionError(f"{transport.where(phase)}: NCCL: {error}") from error
             done.record(self.stream)
             flight.is_queued = True
         return flight

@@ -31,7 +31,7 @@ def open_engine(transport: BaseTransport) -> NcclRows:
     """Connect all ranks of ``transport`` on torch's current device.  Collective.
 
     Raises:
-        RuntimeError: on all ranks alike, naming a rank that lacks something; ``transport`` is as
+        RefusedError: on all ranks alike, naming a rank that lacks something; ``transport`` is as
             it was.
         TimeoutError, ConnectionError, RuntimeError: NCCL could not connect them; ``transport`` has
             failed.
@@ -43,6 +43,11 @@ def open_engine(transport: BaseTransport) -> NcclRows:
         communicator_id = _nccl_ranks.share_id(transport, nccl)
         engine = NcclRows(transport, nccl, communicator_id)
         engine.connect()
+    except _nccl_ranks.RefusedError:
+        raise
+    except BaseException as error:
+        transport.abort(f"open: {type(error).__name__}: {error}")  # unless it has failed
+        raise
     finally:
         transport.phase = None
     return engine

@@ -30,6 +30,7 @@ import torch
 from fp4comm.transport._arguments import Rows
 from fp4comm.transport._base import BaseTransport, decode_told, encode_told
 from fp4comm.transport._call import Call, CallShape
+from fp4comm.transport._nccl_ranks import RefusedError
 from fp4comm.transport.nccl import open_engine
 
 FOREVER = datetime.timedelta(days=365)
@@ -108,10 +109,10 @@ class TorchTransport(BaseTransport):
         try:
             self._engine = open_engine(self)
         except BaseException as error:
-            if self.has_failed or not for_host_rows_too:
+            if not (for_host_rows_too and isinstance(error, RefusedError)):
                 self.close()
                 raise
-            self._no_engine = str(error)  # for whom brings rows on a GPU
+            self.cuda_missing = str(error)
             return
         if not for_host_rows_too:
             self.device = self._engine.device
