@@ -10,6 +10,7 @@ message has the same width in every call, and only counts that do not fit follow
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import numpy as np
 
@@ -93,7 +94,7 @@ def agree(
     """
     status = 0 if failure is None else 1 + _type_number(failure)
     message = np.zeros((transport.num_ranks, MESSAGE_WORDS), np.int64)
-    message[:, :HEADER_WORDS] = [status, *dataclasses.astuple(mine)]
+    message[:, :HEADER_WORDS] = [status, *vars(mine).values()]
     first, rest = counts[:, :COUNTS_IN_MESSAGE], counts[:, COUNTS_IN_MESSAGE:]
     message[:, HEADER_WORDS : HEADER_WORDS + first.shape[1]] = first
     received = transport.exchange_counts(message)
@@ -113,6 +114,7 @@ def texts(transport: Transport, text: str) -> list[str]:
     return [packed_text.unpack(row) for row in transport.exchange_counts(words)]
 
 
+@functools.cache
 def wire_numbers(precision: Precision) -> dict[str, int]:
     """Number the format of each field."""
     return {

@@ -212,13 +212,16 @@ def test_an_access_beyond_a_tensor_is_noticed(warps, missing, text):
     """Of the tests themselves: 9 tokens on expert 2 of 3, and a cell too few."""
     route = torch.full((9, 1), 2, dtype=torch.int16).view(torch.uint8)
     cells = torch.zeros(3 - missing, dtype=torch.int32)
-    shape = np.int64(9), np.int32(1), np.int32(2), np.int32(3), np.int64(1)
+    filled = torch.ones(16), torch.ones(16, dtype=torch.int32)
+    shape = np.int64(9), np.int32(1), np.int32(2), np.int32(3), np.int64(1), np.int64(16)
+    arguments = route, cells, *filled, *shape
     if text is None:
-        warps.launch("slot_counts", (), 1, (128, 1), route, cells, *shape)
+        warps.launch("slot_counts", (), 1, (128, 1), *arguments)
         assert cells.tolist() == [0, 0, 9]
+        assert [set(part.tolist()) for part in filled] == [{0.0}, {-1}]
         return
     with pytest.raises(pytest.fail.Exception, match=text):
-        warps.launch("slot_counts", (), 1, (128, 1), route, cells, *shape)
+        warps.launch("slot_counts", (), 1, (128, 1), *arguments)
 
 
 def test_the_first_wrong_index_is_named(warps):

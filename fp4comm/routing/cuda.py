@@ -75,18 +75,18 @@ def fill_layout(
     cells = torch.zeros(1 + num_experts * num_chunks, dtype=torch.int32, device=device)
     slots = torch.empty((num_rows, num_topk), dtype=torch.int32, device=device)
     weights = torch.empty(slots.shape, dtype=torch.float32, device=device) if has_weights else None
-    row_weights = torch.zeros(num_expert_rows, dtype=torch.float32, device=device)
-    row_source = torch.full((num_expert_rows,), -1, dtype=torch.int32, device=device)
+    row_weights = torch.empty(num_expert_rows, dtype=torch.float32, device=device)
+    row_source = torch.empty(num_expert_rows, dtype=torch.int32, device=device)
     shape = (
         np.int64(num_rows),
         *map(np.int32, (num_topk, route_bytes, num_experts)),
         np.int64(num_chunks),
+        np.int64(num_expert_rows),
     )
-    _launch("slot_counts", (), num_chunks, route, cells[1:], *shape)
+    _launch("slot_counts", (), num_chunks, route, cells[1:], row_weights, row_source, *shape)
     cells = torch.cumsum(cells, 0, dtype=torch.int32)
     outputs = slots, weights, row_weights, row_source
-    rows = np.int64(num_expert_rows)
-    _launch("slot_rows", (), num_chunks, route, cells, shifts, *outputs, *shape, rows)
+    _launch("slot_rows", (), num_chunks, route, cells, shifts, *outputs, *shape)
     return {
         "slot_rows": slots,
         "weights": weights,
@@ -100,9 +100,8 @@ class Copy:
 
     def __init__(self, tensor: torch.Tensor) -> None:
         """Begin to copy."""
-        self._host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
         with torch.cuda.device(tensor.device):
-            self._host.copy_(tensor, non_blocking=True)
+            self._host = tensor.to("cpu", non_blocking=True)  # into pinned memory
             self._done = torch.cuda.Event()
             self._done.record()
 

@@ -281,7 +281,8 @@ class BaseTransport:
         with contextlib.suppress(Exception):  # the first failure is the one to report
             if not was_told:
                 self._tell_peers(kind if kind in TOLD_ERRORS else "RuntimeError", self._broken)
-        self._end_engine()
+        if not _is_capturing():  # else it ends when the transport is closed
+            self._end_engine()
         with contextlib.suppress(Exception):
             self._abandon()
 
@@ -316,6 +317,11 @@ class BaseTransport:
     def _leave(self) -> None:
         """Let go because the process ends."""
         self.close()
+
+
+def _is_capturing() -> bool:
+    """Say whether this thread captures a CUDA graph, which freeing NCCL's memory would end."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 def encode_told(kind: str, text: str) -> bytes:
