@@ -195,8 +195,9 @@ def expert_layout(
 
 def expert_offsets(num_rows: np.ndarray, alignment: int) -> np.ndarray:
     """Start of each expert's segment, a multiple of alignment: ``[local experts + 1]`` int64."""
-    aligned = -(-num_rows // alignment) * alignment
-    return np.concatenate([[0], np.cumsum(aligned)]).astype(np.int64)
+    offsets = np.zeros(len(num_rows) + 1, np.int64)
+    np.cumsum(-(-num_rows // alignment) * alignment, out=offsets[1:])
+    return offsets
 
 
 def tile_table(num_rows_list: list[int], offsets: np.ndarray) -> np.ndarray:
@@ -219,9 +220,11 @@ def tile_table(num_rows_list: list[int], offsets: np.ndarray) -> np.ndarray:
 
 
 def upload(device: torch.device, *tables: np.ndarray) -> list[torch.Tensor]:
-    """Put int64 tables on the device, in one copy."""
-    whole = torch.from_numpy(np.concatenate(tables)).to(device, non_blocking=True)
-    return list(whole.split([len(table) for table in tables]))
+    """Put int64 tables on the device, in one copy that the host does not wait for."""
+    sizes = [len(table) for table in tables]
+    whole = torch.empty(sum(sizes), dtype=torch.int64, pin_memory=device.type == "cuda")
+    np.concatenate(tables, out=whole.numpy())
+    return list(whole.to(device, non_blocking=True).split(sizes))
 
 
 def route_slot_bytes(weights: bool) -> int:
