@@ -3,7 +3,7 @@ route_rows: top-k experts -> the wire rows of each token, and the route that tra
 
   topk_idx       [T, K]      i32 or i64 (Index)   expert of each slot, or -1
   topk_weights   [T, K]      f32                  or null
-  cells          [num_ranks][num_chunks]  i32     first wire row of each cell
+  cells          [num_ranks][num_chunks]  i32     first wire row of each cell, and num_rows
   place_offsets  [T + 1]     i32                  where a token's wire rows begin in places
   places         [n]         i32                  wire rows of each token, by ascending rank
   route          [n, K * 6] or [n, K * 2] bytes   K i16 local experts or -1, then K f32 weights
@@ -80,7 +80,8 @@ extern "C" __global__ void route_rows(const Index* __restrict__ topk_idx,
                                       int num_topk,
                                       int num_experts,
                                       int num_ranks,
-                                      i64 num_chunks) {
+                                      i64 num_chunks,
+                                      int num_rows) {
     const Placement place{num_experts, num_experts / num_ranks, num_experts % num_ranks};
     const bool weighted = topk_weights != nullptr;
     const int route_bytes = num_topk * (weighted ? 6 : 2), lane = threadIdx.x % 32;
@@ -95,7 +96,7 @@ extern "C" __global__ void route_rows(const Index* __restrict__ topk_idx,
     for (int first_rank = 0; first_rank < num_ranks; first_rank += WINDOW_RANKS) {
         const int in_window = min(WINDOW_RANKS, num_ranks - first_rank);
         const i64 cell = (first_rank + lane) * num_chunks + chunk;
-        const int first_row = lane < in_window ? cells[cell] : 0;
+        const int first_row = lane < in_window ? cells[cell] - num_rows : 0;
         const u32 ranks = is_token ? ranks_of(experts, num_topk, first_rank, place) : 0;
         const u32 tokens = tokens_of_lane(ranks, in_window);
         for (int k = 0; k < num_topk; k += PART) {

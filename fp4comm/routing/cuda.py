@@ -28,20 +28,21 @@ def plan(
     device, options = topk_idx.device, INDICES[topk_idx.dtype]
     num_chunks = -(-num_tokens // CHUNK_TOKENS)
     num_numbers, num_cells = 1 + num_ranks + num_ranks * most, num_ranks * num_chunks
-    # One zero in front of cells and places turns their running sums into where each begins.
+    # The zero in front turns the running sum into where the rows of each token begin in places and,
+    # past all of them, those of each cell.
     zeros = torch.zeros(
-        2 * num_numbers + 2 + num_cells + num_tokens, dtype=torch.int32, device=device
+        2 * num_numbers + 1 + num_tokens + num_cells, dtype=torch.int32, device=device
     )
-    words, cells, num_places = zeros.split([2 * num_numbers, 1 + num_cells, 1 + num_tokens])
+    words, counted = zeros.split([2 * num_numbers, 1 + num_tokens + num_cells])
     shape = (
         np.int64(num_tokens),
         *map(np.int32, (num_topk, placement.num_experts, num_ranks)),
         np.int64(num_chunks),
     )
-    _launch("route_counts", options, num_chunks, topk_idx, words, cells[1:], num_places[1:], *shape)
+    counts = words, counted[1 + num_tokens :], counted[1 : 1 + num_tokens]
+    _launch("route_counts", options, num_chunks, topk_idx, *counts, *shape)
     copied = Copy(words)
-    cells = torch.cumsum(cells, 0, dtype=torch.int32)
-    place_offsets = torch.cumsum(num_places, 0, dtype=torch.int32)
+    begins = torch.cumsum(counted, 0, dtype=torch.int32)
     numbers = copied.wait().numpy().view(np.int64)
     if numbers[0]:
         at = num_tokens * num_topk - int(numbers[0])
@@ -52,8 +53,10 @@ def plan(
     places = torch.empty(num_rows, dtype=torch.int32, device=device)
     route_bytes = num_topk * route_slot_bytes(topk_weights is not None)
     route = torch.empty((num_rows, route_bytes), dtype=torch.uint8, device=device)
+    place_offsets, cells = begins[: 1 + num_tokens], begins[num_tokens:]
     tables = cells, place_offsets, places, route
-    _launch("route_rows", options, num_chunks, topk_idx, topk_weights, *tables, *shape)
+    rows = np.int32(num_rows)
+    _launch("route_rows", options, num_chunks, topk_idx, topk_weights, *tables, *shape, rows)
     return RoutePlan(
         num_tokens=num_tokens,
         num_topk=num_topk,
