@@ -43,6 +43,7 @@ OPERATIONS = (
     "to_bf16_rows",
     "to_fp8_columns",
     "dequantize",
+    "row_dots",
     "weighted_reduce",
     "final_reduce",
 )

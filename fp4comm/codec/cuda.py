@@ -82,6 +82,7 @@ COLUMN_SHAPES = {  # columns and rows of a thread, thread blocks a multiprocesso
     "mxfp8": (32, 4, 5),
     "mxfp4": (32, 4, 5),
 }
+DOT_WARPS = 4  # of a thread block of row_dots; a row each
 CHUNKS = object()  # stands for the argument that `_launch_rows` knows
 
 
@@ -253,6 +254,33 @@ def to_fp8_columns(
     return out.view(torch.float8_e4m3fn), out_scales
 
 
+def row_dots(
+    payload: torch.Tensor,
+    scales: torch.Tensor,
+    wire: WireFormat,
+    hidden: int,
+    expert_out: torch.Tensor,
+    layout: ExpertLayout,
+) -> torch.Tensor:
+    """Multiply each expert row by its wire row.  See `cpu.row_dots`."""
+    num_rows, device = layout.num_expert_rows, payload.device
+    out = torch.empty(num_rows, dtype=torch.float32, device=device)
+    cuda_kernels.launch(
+        "row_dots",
+        wire_options(wire),
+        -(-num_rows // DOT_WARPS),
+        (32 * DOT_WARPS, 1),
+        payload,
+        scales,
+        expert_out,
+        layout.row_source,
+        out,
+        np.int64(num_rows),
+        np.int32(hidden),
+    )
+    return out
+
+
 def weighted_reduce(
     expert_out: torch.Tensor,
     layout: ExpertLayout,
@@ -339,6 +367,7 @@ def variants() -> list[tuple[str, cuda_kernels.Options]]:
             for name in ("to_bf16_rows", "dequantize", "weighted_reduce", "final_reduce"):
                 add(name, wire)
             found["to_fp8_columns", _column_options(wire)] = None
+            found["row_dots", wire_options(wire)] = None
     return list(found)
 
 
