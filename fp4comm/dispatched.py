@@ -31,6 +31,15 @@ class Handle:
     _precision: Precision
     _device: torch.device
     _name: str  # of the dispatch, the same on all ranks
+    # What combine's gradient flows on to, if dispatch is differentiated: see autograd.py.
+    _row_weights: torch.Tensor | None = dataclasses.field(default=None, repr=False)
+    _anchor: torch.Tensor | None = dataclasses.field(default=None, repr=False)
+
+    def detached(self) -> Handle:
+        """Return it without the graph of its dispatch."""
+        if self._anchor is None:
+            return self
+        return dataclasses.replace(self, _row_weights=None, _anchor=None)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

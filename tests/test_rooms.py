@@ -30,9 +30,12 @@ ALLOWED = {
     "packed": {"check", "codec", "formats", "routing"},
     "agreement": {"formats", "precision", "routing", "texts", "transport"},
     "dispatched": {"packed", "precision", "routing", "transport"},
+    "autograd": {  # all_to_all for types alone
+        "all_to_all", "check", "codec", "dispatched", "formats", "routing",
+    },
     "all_to_all": {
-        "agreement", "check", "codec", "dispatched", "formats", "packed", "precision", "routing",
-        "transport",
+        "agreement", "autograd", "check", "codec", "dispatched", "formats", "packed", "precision",
+        "routing", "transport",
     },
 }  # fmt: skip
 
