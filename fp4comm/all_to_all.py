@@ -17,6 +17,7 @@ import torch
 
 from fp4comm import agreement, autograd, check, codec, routing
 from fp4comm.dispatched import Dispatched, Handle, Pending
+from fp4comm.eager import uncompiled
 from fp4comm.formats import WireFormat
 from fp4comm.packed import SCALE_LAYOUTS, PackedRows
 from fp4comm.precision import Precision
@@ -122,6 +123,7 @@ class AllToAll:
         async_op: Literal[True],
     ) -> Pending[Dispatched]: ...
 
+    @uncompiled
     def dispatch(
         self,
         x: Any,
@@ -181,6 +183,7 @@ class AllToAll:
         self, expert_out: Any, handle: Handle, *, weighted: bool = True, async_op: Literal[True]
     ) -> Pending[torch.Tensor]: ...
 
+    @uncompiled
     def combine(
         self, expert_out: Any, handle: Handle, *, weighted: bool = True, async_op: bool = False
     ) -> torch.Tensor | Pending[torch.Tensor]:

@@ -8,6 +8,7 @@ from typing import Generic, TypeVar
 
 import torch
 
+from fp4comm.eager import uncompiled
 from fp4comm.packed import PackedRows
 from fp4comm.precision import Precision
 from fp4comm.routing import ExpertLayout, RoutePlan
@@ -81,6 +82,7 @@ class Pending(Generic[Result]):
         self._finish: Callable[[], Result] | None = finish
         self._result: Result | None = None
 
+    @uncompiled
     def wait(self) -> Result:
         """Make the current stream wait for the rows, queue the rest there, return the result.
 
