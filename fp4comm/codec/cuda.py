@@ -171,6 +171,7 @@ def to_bf16_rows(
     wire: WireFormat,
     hidden: int,
     layout: ExpertLayout | None = None,
+    row_weights: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Convert wire rows to bfloat16 rows.  See `cpu.to_bf16_rows`."""
     device, num_rows = payload.device, payload.shape[0]
@@ -179,12 +180,13 @@ def to_bf16_rows(
     slot_rows, padding, num_slots, num_experts = _slots(layout)
     _launch_rows(
         "to_bf16_rows",
-        wire_options(wire),
+        wire_options(wire, WEIGHTED=0 if row_weights is None else 1),
         (num_rows, hidden, num_experts),
         payload,
         scales,
         slot_rows,
         *padding,
+        row_weights,
         out,
         np.int64(num_rows),
         np.int32(num_slots),
@@ -364,7 +366,9 @@ def variants() -> list[tuple[str, cuda_kernels.Options]]:
                     add("quantize_rows", wire, INPUT=x, SCATTER=scatter)
             for by_column in (0, 1):
                 add("to_fp8_rows", wire, COLUMN_SCALES=by_column)
-            for name in ("to_bf16_rows", "dequantize", "weighted_reduce", "final_reduce"):
+            for weighted in (0, 1):
+                add("to_bf16_rows", wire, WEIGHTED=weighted)
+            for name in ("dequantize", "weighted_reduce", "final_reduce"):
                 add(name, wire)
             found["to_fp8_columns", _column_options(wire)] = None
             found["row_dots", wire_options(wire)] = None
