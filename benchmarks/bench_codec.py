@@ -133,6 +133,16 @@ def wrong_reduced(
     return wrong_rows([part.numpy() for part in got], want)
 
 
+def wrong_dots(
+    packed: PackedRows, out: torch.Tensor, layout: routing.ExpertLayout, made: torch.Tensor
+) -> int:
+    """Count the wrong products among the first rows."""
+    rows = *arrays(packed), packed.format, packed.hidden
+    own = out[:CHECKED_ROWS].view(torch.uint16).numpy()
+    want = reference.row_dots(*rows, own, layout.row_source[:CHECKED_ROWS].numpy())
+    return wrong_rows([made[:CHECKED_ROWS, None].numpy()], [want[:, None]])
+
+
 def wrong_summed(packed: PackedRows, plan: routing.RoutePlan, got: Any) -> int:
     """Check the first tokens."""
     offsets, places = plan.place_offsets[: CHECKED_ROWS + 1].numpy(), plan.places.numpy()
@@ -223,6 +233,10 @@ def combine_cases(x: torch.Tensor) -> Iterator[Case]:
         run = functools.partial(cpu.weighted_reduce, out, layout, wire, weighted=True)
         check = functools.partial(wrong_reduced, out, layout, wire)
         yield Case("weighted_reduce", wire, run, (num_rows, wire.row_bytes(hidden)), check)
+        packed = quantize(x, wire)
+        dot_run = functools.partial(cpu.row_dots, *packed._parts(), out, layout)
+        check = functools.partial(wrong_dots, packed, out, layout)
+        yield Case("row_dots", wire, dot_run, (layout.num_expert_rows, 2 * hidden), check)
         packed = quantize(sums, wire)
         parts = packed.payload, packed.scales, wire, hidden
         sum_run = functools.partial(cpu.final_reduce, *parts, plan)

@@ -6,9 +6,11 @@ to_bf16_rows: wire rows -> BF16 rows, at each of their expert rows.
   slot_rows  [num_rows, num_slots]         i32   expert rows of each wire row, -1 = none; or null:
                                                  wire row r goes to row r
   padding_from, padding_to  [num_experts]  i64   rows behind the live rows of each expert
+  row_weights  [M]                         f32   -DWEIGHTED=1: of each row that is written
   out        [M, hidden]                   BF16  written; padding rows are zeroed
 
-Code times scale as float32, rounded to BF16; every NaN is 0x7FC0.
+Code times scale as float32, with WEIGHTED times the row's weight as float32, rounded to BF16; every
+NaN is 0x7FC0.
 Needs hidden % 32 == 0.  Launcher: fp4comm/codec/cuda.py
 MXFP4 reads 0.53 and writes 2 bytes an element: bound by memory bandwidth.
 */
@@ -17,11 +19,24 @@ MXFP4 reads 0.53 and writes 2 bytes an element: bound by memory bandwidth.
 constexpr int N = PIECE;  // elements of a row that a thread takes at a time (-D); UNROLL is 1
 constexpr int WORDS = N * element_bits(WIRE) / 32;
 
+// Round to BF16, in the order that neighbours store.  All lanes of the warp take part.
+DEVICE void to_pairs(
+    const float (&values)[N], float weight, int piece, bool paired, u32 (&pairs)[N / 2]) {
+#pragma unroll
+    for (int i = 0; i < N / 2; i++) {  // times 1.0 is exact
+        const float low = __fmul_rn(values[2 * i], weight);
+        const float high = __fmul_rn(values[2 * i + 1], weight);
+        pairs[i] = bf16x2_from_f32(low, high);
+    }
+    exchange(pairs, piece, paired);
+}
+
 extern "C" __global__ void to_bf16_rows(const u8* __restrict__ payload,
                                         const u8* __restrict__ scales,
                                         const int* __restrict__ slot_rows,
                                         const i64* __restrict__ padding_from,
                                         const i64* __restrict__ padding_to,
+                                        const float* __restrict__ row_weights,
                                         u8* __restrict__ out,
                                         i64 num_rows,
                                         int num_slots,
@@ -52,11 +67,10 @@ extern "C" __global__ void to_bf16_rows(const u8* __restrict__ payload,
     float values[N];
     decode<WIRE, N>(words, scale, values);
     u32 pairs[N / 2];
-#pragma unroll
-    for (int i = 0; i < N / 2; i++) pairs[i] = bf16x2_from_f32(values[2 * i], values[2 * i + 1]);
-    exchange(pairs, piece, paired);
+    if constexpr (!WEIGHTED) to_pairs(values, 1.0f, piece, paired, pairs);
     if (row >= num_rows) return;
     for_each_slot(slot_rows, row, num_slots, slot, [&](int to) {
+        if constexpr (WEIGHTED) to_pairs(values, __ldg(row_weights + to), piece, paired, pairs);
         if (is_live) store_piece(at_row(out, to, 2 * hidden), piece, paired, pairs);
     });
 }

@@ -28,6 +28,7 @@ MAKE, DISPATCH, COMMAND = range(3)
 DTYPES = ("bfloat16", "float8_e4m3fn with float32 scales")
 DEVICES = ("on the CPU", "on a GPU")
 ROUTES = ("topk_weights given", "no topk_weights")
+GRADIENTS = ("none", "of x", "of topk_weights", "of x and topk_weights")
 WIRES = [WireFormat(f.name, rule) for f in FORMATS.values() for rule in f.scale_rules or (None,)]
 
 
@@ -49,6 +50,7 @@ class Fingerprint:
     device: int = 0
     topk: int = 0
     route: int = 0
+    gradient: int = 0
     wire_version: int = WIRE_VERSION
 
 
@@ -65,12 +67,14 @@ FIELD_NAMES = {
     "device": "x",
     "topk": "topk_idx: top-k",
     "route": "topk_weights",
+    "gradient": "gradients wanted (requires_grad)",
 }
 FIELD_WORDS = {
     "operation": OPERATIONS,
     "dtype": DTYPES,
     "device": DEVICES,
     "route": ROUTES,
+    "gradient": GRADIENTS,
     **dict.fromkeys(("dispatch", "combine", "dispatch_grad", "combine_grad"), WIRES),
 }
 

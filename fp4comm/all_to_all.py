@@ -15,8 +15,9 @@ from typing import Any, Literal, overload
 import numpy as np
 import torch
 
-from fp4comm import agreement, check, codec, routing
+from fp4comm import agreement, autograd, check, codec, routing
 from fp4comm.dispatched import Dispatched, Handle, Pending
+from fp4comm.eager import uncompiled
 from fp4comm.formats import WireFormat
 from fp4comm.packed import SCALE_LAYOUTS, PackedRows
 from fp4comm.precision import Precision
@@ -122,6 +123,7 @@ class AllToAll:
         async_op: Literal[True],
     ) -> Pending[Dispatched]: ...
 
+    @uncompiled
     def dispatch(
         self,
         x: Any,
@@ -181,6 +183,7 @@ class AllToAll:
         self, expert_out: Any, handle: Handle, *, weighted: bool = True, async_op: Literal[True]
     ) -> Pending[torch.Tensor]: ...
 
+    @uncompiled
     def combine(
         self, expert_out: Any, handle: Handle, *, weighted: bool = True, async_op: bool = False
     ) -> torch.Tensor | Pending[torch.Tensor]:
@@ -209,19 +212,21 @@ class AllToAll:
         self._num_calls += 1
         with self._stopping_peers("combine"):
             self._check_handle(handle)
-            check.no_gradient("expert_out", expert_out)
             plan, layout = handle._plan, handle.layout
             rows = check.expert_out(expert_out, layout.num_expert_rows, self.hidden, handle._device)
             wire, implementation = WireFormat.of(self.precision.combine), codec.of(handle._device)
             with self._phase("combine", "reduce"):
                 sent = implementation.weighted_reduce(rows, layout, wire, weighted=weighted)
+            out = autograd.combine_input(expert_out, rows, handle, weighted)
             label = f"{'weighted' if weighted else 'unweighted'} combine of {handle._name}"
+            label += "" if out is None else ", with gradient"
             splits = layout.recv_splits, plan.send_splits
             received, work = self._exchange_rows("combine", wire, label, sent, *splits, async_op)
 
         def finish() -> torch.Tensor:
             with self._stopping_peers("combine"), self._phase("combine", "reduce"):
-                return implementation.final_reduce(*received, wire, self.hidden, plan)
+                y = implementation.final_reduce(*received, wire, self.hidden, plan)
+            return y if out is None else autograd.of_combine(self, y, out, handle, weighted)
 
         pending = Pending(work, [*received, plan.place_offsets, plan.places], finish)
         return pending if async_op else pending.wait()
@@ -245,7 +250,8 @@ class AllToAll:
     ) -> Pending[Dispatched]:
         rows, plan, sent, failure = self._prepare(x, topk_idx, topk_weights)
         with self._phase("dispatch", "counts"):
-            mine = self._fingerprint(agreement.DISPATCH, failure, rows, plan, topk_weights)
+            inputs = autograd.Inputs.of(x, topk_weights)
+            mine = self._fingerprint(agreement.DISPATCH, failure, rows, plan, topk_weights, inputs)
             counts = agreement.agree(self._transport, mine, plan.counts, failure)
         assert rows is not None  # else agree has raised
         self._num_calls += 1
@@ -267,7 +273,8 @@ class AllToAll:
                     route, plan.num_topk, recv_splits, num_rows, alignment
                 )
                 of_all = self._transport, self.hidden, self.precision
-                return self._arrive(wire_rows, Handle(layout, plan, *of_all, device, name))
+                d = self._arrive(wire_rows, Handle(layout, plan, *of_all, device, name))
+            return autograd.of_dispatch(self, d, inputs, name) if inputs.wanted else d
 
         return Pending(work, received, finish)
 
@@ -278,8 +285,8 @@ class AllToAll:
         try:
             with self._phase("dispatch", "plan"):
                 self._check_open()
+                autograd.check_inputs(self.arrive, x, topk_weights)
                 rows = self._rows(x)
-                check.no_gradient("topk_weights", topk_weights)
                 device = _device_of(rows)
                 idx = check.topk_idx(topk_idx, _codes(rows).shape[0], device)
                 weights = None if topk_weights is None else check.topk_weights(topk_weights, idx)
@@ -342,6 +349,7 @@ class AllToAll:
             if topk_idx is not None or topk_weights is not None:
                 raise ValueError("handle: expected without topk_idx and topk_weights, got both")
             self._check_handle(handle)
+            autograd.check_inputs(self.arrive, x)
             rows = self._rows(x)
             plan, wire = handle._plan, WireFormat.of(self.precision.dispatch)
             if _codes(rows).shape[0] != plan.num_tokens:
@@ -356,13 +364,16 @@ class AllToAll:
                 )
             with self._phase("dispatch", "quantize"):
                 sent = codec.of(handle._device).quantize_rows(rows, wire, plan)
-            label = f"dispatch again like {handle._name}"
+            inputs = autograd.Inputs.of(x)
+            name = f"dispatch {self._num_calls} like {handle._name}"
+            label = f"dispatch again like {handle._name}{', with gradient' * inputs.wanted}"
             splits = plan.send_splits, handle.layout.recv_splits
             received, work = self._exchange_rows("dispatch", wire, label, sent, *splits, async_op)
 
         def finish() -> Dispatched:
             with self._stopping_peers("dispatch"), self._phase("dispatch", "arrive"):
-                return self._arrive(received, handle)
+                d = self._arrive(received, handle.detached())
+            return autograd.of_dispatch(self, d, inputs, name) if inputs.wanted else d
 
         tables = handle.layout.slot_rows, handle.layout.padding
         return Pending(work, [*received, *tables], finish)
@@ -370,7 +381,6 @@ class AllToAll:
     # Checks and bookkeeping
 
     def _rows(self, x: Any) -> check.Rows:
-        check.no_gradient("x", *(x if isinstance(x, (tuple, list)) else (x,)))
         rows = check.rows("x", _autocast(x), (torch.bfloat16,), self.hidden)
         device, expected = _device_of(rows), self._transport.device
         codec.of(device)  # there must be one
@@ -428,6 +438,7 @@ class AllToAll:
         rows: check.Rows | None = None,
         plan: RoutePlan | None = None,
         topk_weights: Any = None,
+        inputs: autograd.Inputs = autograd.NONE,
     ) -> agreement.Fingerprint:
         if failure is not None:  # nobody will compare it
             return agreement.Fingerprint(operation)
@@ -443,6 +454,7 @@ class AllToAll:
             device=int(rows is not None and _codes(rows).is_cuda),
             topk=0 if plan is None else plan.num_topk,
             route=int(topk_weights is None),
+            gradient=inputs.wanted,
         )
 
     @contextlib.contextmanager

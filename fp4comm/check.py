@@ -214,18 +214,23 @@ def expert_out(value: Any, num_rows: int, hidden_size: int, device: torch.device
     return out.detach().contiguous()
 
 
-def no_gradient(name: str, *tensors: Any) -> None:
+def wants_gradient(*tensors: Any) -> bool:
+    """Say whether gradients are enabled and one of these requires one."""
+    return torch.is_grad_enabled() and any(
+        isinstance(t, torch.Tensor) and t.requires_grad for t in tensors
+    )
+
+
+def no_gradient(name: str, *tensors: Any, reason: str) -> None:
     """Refuse inputs that want a gradient: none would come.
 
     Raises:
         RuntimeError: gradients are enabled and one of the tensors requires one.
     """
-    if torch.is_grad_enabled() and any(
-        isinstance(t, torch.Tensor) and t.requires_grad for t in tensors
-    ):
+    if wants_gradient(*tensors):
         raise RuntimeError(
-            f"{name}: expected no gradient to be wanted, got requires_grad=True (not differentiable"
-            " in this release; use torch.no_grad() or detach())"
+            f"{name}: expected no gradient to be wanted, got requires_grad=True ({reason}; use"
+            " torch.no_grad() or detach() where none is needed)"
         )
 
 

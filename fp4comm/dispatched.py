@@ -8,6 +8,7 @@ from typing import Generic, TypeVar
 
 import torch
 
+from fp4comm.eager import uncompiled
 from fp4comm.packed import PackedRows
 from fp4comm.precision import Precision
 from fp4comm.routing import ExpertLayout, RoutePlan
@@ -31,6 +32,15 @@ class Handle:
     _precision: Precision
     _device: torch.device
     _name: str  # of the dispatch, the same on all ranks
+    # What combine's gradient flows on to, if dispatch is differentiated: see autograd.py.
+    _row_weights: torch.Tensor | None = dataclasses.field(default=None, repr=False)
+    _anchor: torch.Tensor | None = dataclasses.field(default=None, repr=False)
+
+    def detached(self) -> Handle:
+        """Return it without the graph of its dispatch."""
+        if self._anchor is None:
+            return self
+        return dataclasses.replace(self, _row_weights=None, _anchor=None)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -72,6 +82,7 @@ class Pending(Generic[Result]):
         self._finish: Callable[[], Result] | None = finish
         self._result: Result | None = None
 
+    @uncompiled
     def wait(self) -> Result:
         """Make the current stream wait for the rows, queue the rest there, return the result.
 

@@ -14,6 +14,7 @@ import numpy as np
 MX_BLOCK = 32  # elements under one E8M0 scale
 FP8_BLOCK = 128  # elements under one scale of an FP8 row
 TILE_ROWS = 128  # expert rows under one scale of an FP8 column
+DOT_LANES = 256  # partial sums of a dot product of two rows; a power of two
 
 
 @dataclasses.dataclass(frozen=True)

@@ -183,7 +183,7 @@ def quantize(
     if scale_rule is not None:
         wire = dataclasses.replace(wire, scale_rule=scale_rule)
     tensors = x if isinstance(x, (tuple, list)) else (x,)
-    check.no_gradient("x", *tensors)
+    check.no_gradient("x", *tensors, reason="quantize is not differentiable")
     rows = check.rows("x", x, (torch.bfloat16, torch.float32))
     codes = rows[0] if isinstance(rows, tuple) else rows
     payload, scales = codec.of(codes.device).quantize_rows(rows, wire)

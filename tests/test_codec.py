@@ -247,6 +247,26 @@ def test_weighted_reduce_as_the_reference(wire, weighted):
     assert_rows_equal([part.numpy() for part in got], want)
 
 
+@pytest.mark.parametrize("hidden", [32, 160, 2880])
+@by_wire
+def test_backward_operations_as_the_reference(wire, hidden):
+    """Weighted BF16 rows, and the gradient of the weights."""
+    payload, scales = any_wire_rows(wire, hidden)
+    layout = random_layout(len(payload), 3, 5, 16)
+    rng = np.random.default_rng(13)
+    row_weights = rng.normal(size=layout.num_expert_rows).astype(np.float32)
+    out = rng.integers(0, 65536, (layout.num_expert_rows, hidden), dtype=np.uint16)
+    out[::2] = reference.float32_to_bf16(rng.normal(size=out[::2].shape).astype(np.float32))
+    parts = torch.from_numpy(payload), torch.from_numpy(scales), wire, hidden
+    rows = cpu.to_bf16_rows(*parts, layout, torch.from_numpy(row_weights))
+    want = reference.to_bf16_rows(payload, scales, wire, hidden, layout.source, row_weights)
+    assert_rows_equal((bf16_bits(rows),), (want,))
+    dots = cpu.row_dots(*parts, bf16_tensor(out), layout).numpy()
+    want = reference.row_dots(payload, scales, wire, hidden, out, layout.source)
+    assert_rows_equal((dots[:, None],), (want[:, None],))
+    assert np.isfinite(dots).any()
+
+
 @by_wire
 def test_final_reduce_as_the_reference(wire):
     payload, scales = any_wire_rows(wire, 160)

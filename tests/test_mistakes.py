@@ -90,11 +90,6 @@ def other_handle(a2a, rows, handle):
 COMBINE_MISTAKES = {
     "rows missing": (lambda a, rows, h: (rows[:-1], h), ValueError, "expert_out: expected shape"),
     "another dtype": (lambda a, rows, h: (rows.float(), h), TypeError, "expert_out: expected bfl"),
-    "a gradient wanted": (
-        lambda a, rows, h: (rows.clone().requires_grad_(), h),
-        RuntimeError,
-        "expert_out: expected no gradient",
-    ),
     "no handle": (lambda a, rows, h: (rows, None), TypeError, "handle: expected a Handle, got No"),
     "the handle of another transport": (other_handle, ValueError, "handle: made on another"),
 }

@@ -20,6 +20,7 @@ ALLOWED = {
     "formats": set(),
     "precision": {"formats"},
     "check": {"formats"},
+    "eager": set(),
     "gpu": set(),
     "texts": set(),
     "cuda_kernels": {"gpu"},
@@ -29,10 +30,13 @@ ALLOWED = {
     "reference": {"formats", "reference"},
     "packed": {"check", "codec", "formats", "routing"},
     "agreement": {"formats", "precision", "routing", "texts", "transport"},
-    "dispatched": {"packed", "precision", "routing", "transport"},
+    "dispatched": {"eager", "packed", "precision", "routing", "transport"},
+    "autograd": {  # all_to_all for types alone
+        "all_to_all", "check", "codec", "dispatched", "formats", "routing",
+    },
     "all_to_all": {
-        "agreement", "check", "codec", "dispatched", "formats", "packed", "precision", "routing",
-        "transport",
+        "agreement", "autograd", "check", "codec", "dispatched", "eager", "formats", "packed",
+        "precision", "routing", "transport",
     },
 }  # fmt: skip
 
@@ -43,6 +47,7 @@ OPERATIONS = (
     "to_bf16_rows",
     "to_fp8_columns",
     "dequantize",
+    "row_dots",
     "weighted_reduce",
     "final_reduce",
 )

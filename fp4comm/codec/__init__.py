@@ -4,9 +4,10 @@ Each implementation has the same functions, and each gives the bytes of `fp4comm
 
     quantize_rows     rows of x -> wire rows, each written to all its places
     to_fp8_rows       wire rows -> FP8 rows, expert-major where a layout is given
-    to_bf16_rows      wire rows -> BF16 rows, likewise
+    to_bf16_rows      wire rows -> BF16 rows, likewise; weighted in combine's backward
     to_fp8_columns    wire rows -> FP8 columns, the operand of the weight gradient
     dequantize        wire rows -> float32
+    row_dots          wire rows, expert outputs -> gradient of each expert row's weight
     weighted_reduce   expert outputs -> wire rows of combine
     final_reduce      wire rows of combine -> tokens
 """

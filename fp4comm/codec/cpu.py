@@ -130,8 +130,18 @@ def to_bf16_rows(
     wire: WireFormat,
     hidden: int,
     layout: ExpertLayout | None = None,
+    row_weights: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Convert wire rows to ``[M, hidden]`` bfloat16, expert-major where a layout is given."""
+    """Convert wire rows to ``[M, hidden]`` bfloat16, expert-major where a layout is given.
+
+    Args:
+        payload: ``[n, payload_bytes]`` uint8.
+        scales: ``[n, scale_bytes]`` uint8.
+        wire: their format.
+        hidden: elements in a row.
+        layout: where each wire row goes; None: row r to row r.
+        row_weights: ``[M]`` float32 that each row is multiplied by in float32; with a layout.
+    """
     num_rows = payload.shape[0] if layout is None else layout.num_expert_rows
     out = empty((num_rows, hidden), np.uint16)
     threads.run(
@@ -143,6 +153,7 @@ def to_bf16_rows(
         payload.numpy(),
         scales.numpy(),
         _slot_rows(layout, payload.shape[0]),
+        np.empty(0, np.float32) if row_weights is None else row_weights.numpy(),
         out.numpy(),
     )
     if layout is not None:
@@ -207,6 +218,43 @@ def to_fp8_columns(
         out_scales.numpy(),
     )
     return out.view(torch.float8_e4m3fn), out_scales
+
+
+def row_dots(
+    payload: torch.Tensor,
+    scales: torch.Tensor,
+    wire: WireFormat,
+    hidden: int,
+    expert_out: torch.Tensor,
+    layout: ExpertLayout,
+) -> torch.Tensor:
+    """Multiply each expert row by its wire row: the gradient of the row's weight.
+
+    Args:
+        payload: ``[n, payload_bytes]`` uint8.
+        scales: ``[n, scale_bytes]`` uint8.
+        wire: their format.
+        hidden: elements in a row.
+        expert_out: ``[M, hidden]`` bfloat16.
+        layout: which expert rows a wire row has.
+
+    Returns:
+        ``[M]`` float32 dot products, summed as `reference.row_dots` says; 0 in padding.
+    """
+    out = torch.zeros(layout.num_expert_rows, dtype=torch.float32)
+    threads.run(
+        kernels.row_dots,
+        payload.shape[0],
+        wire.row_bytes(hidden) + 2 * hidden,
+        _kind(wire),
+        wire.format.block,
+        payload.numpy(),
+        scales.numpy(),
+        expert_out.view(torch.int16).numpy(),
+        layout.slot_rows.numpy(),
+        out.numpy(),
+    )
+    return out
 
 
 def weighted_reduce(

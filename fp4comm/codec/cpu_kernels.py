@@ -19,6 +19,7 @@ from numba.extending import intrinsic
 
 from fp4comm.formats import (
     BF16_NAN,
+    DOT_LANES,
     E2M1,
     E2M1_SCALE_MAX,
     E4M3,
@@ -601,19 +602,56 @@ def to_fp8_rows(first, last, kind, block, headroom, payload, scales, slot_rows, 
 
 
 @jit
-def to_bf16_rows(first, last, kind, block, payload, scales, slot_rows, out):
-    """Wire rows -> BF16 rows (uint16) at each of their expert rows."""
+def to_bf16_rows(first, last, kind, block, payload, scales, slot_rows, row_weights, out):
+    """Wire rows -> BF16 rows (uint16) at each of their expert rows.  See `cpu.to_bf16_rows`."""
     values = np.empty(out.shape[1], np.float32)
+    weighted_values = np.empty(out.shape[1], np.float32)
+    weighted = row_weights.shape[0] > 0
     for r in range(first, last):
         slot = first_slot(slot_rows[r])
         if slot == slot_rows.shape[1]:
             continue
         row = slot_rows[r, slot]
         decode_row(kind, block, payload[r], scales[r], values)
-        encode_bf16(values, out[row])
-        for k in range(slot + 1, slot_rows.shape[1]):
+        if not weighted:
+            encode_bf16(values, out[row])
+        for k in range(slot, slot_rows.shape[1]):
+            to = slot_rows[r, k]
+            if to >= 0 and weighted:
+                for i in range(values.shape[0]):
+                    weighted_values[i] = values[i] * row_weights[to]
+                encode_bf16(weighted_values, out[to])
+            elif to >= 0 and to != row:
+                out[to] = out[row]
+
+
+@jit
+def dot(values, row, sums):
+    """Dot product of float32 values and BF16 bit patterns (int16); see `reference.row_dots`."""
+    sums[:] = 0.0
+    for start in range(0, values.shape[0], DOT_LANES):
+        for i in range(min(DOT_LANES, values.shape[0] - start)):
+            sums[i] = sums[i] + values[start + i] * f32_from_bf16(row[start + i])
+    width = DOT_LANES // 2
+    while width > 0:
+        for i in range(width):
+            sums[i] = sums[i] + sums[width + i]
+        width //= 2
+    return sums[0] if sums[0] == sums[0] else float_of(F32_NAN)
+
+
+@jit
+def row_dots(first, last, kind, block, payload, scales, expert_out, slot_rows, out):
+    """Dot product of each expert row and its wire row.  See `cpu.row_dots`."""
+    values = np.empty(expert_out.shape[1], np.float32)
+    sums = np.empty(DOT_LANES, np.float32)
+    for r in range(first, last):
+        if first_slot(slot_rows[r]) == slot_rows.shape[1]:
+            continue
+        decode_row(kind, block, payload[r], scales[r], values)
+        for k in range(slot_rows.shape[1]):
             if slot_rows[r, k] >= 0:
-                out[slot_rows[r, k]] = out[row]
+                out[slot_rows[r, k]] = dot(values, expert_out[slot_rows[r, k]], sums)
 
 
 @jit

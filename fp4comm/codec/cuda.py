@@ -82,6 +82,7 @@ COLUMN_SHAPES = {  # columns and rows of a thread, thread blocks a multiprocesso
     "mxfp8": (32, 4, 5),
     "mxfp4": (32, 4, 5),
 }
+DOT_WARPS = 4  # of a thread block of row_dots; a row each
 CHUNKS = object()  # stands for the argument that `_launch_rows` knows
 
 
@@ -170,6 +171,7 @@ def to_bf16_rows(
     wire: WireFormat,
     hidden: int,
     layout: ExpertLayout | None = None,
+    row_weights: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Convert wire rows to bfloat16 rows.  See `cpu.to_bf16_rows`."""
     device, num_rows = payload.device, payload.shape[0]
@@ -178,12 +180,13 @@ def to_bf16_rows(
     slot_rows, padding, num_slots, num_experts = _slots(layout)
     _launch_rows(
         "to_bf16_rows",
-        wire_options(wire),
+        wire_options(wire, WEIGHTED=0 if row_weights is None else 1),
         (num_rows, hidden, num_experts),
         payload,
         scales,
         slot_rows,
         *padding,
+        row_weights,
         out,
         np.int64(num_rows),
         np.int32(num_slots),
@@ -251,6 +254,33 @@ def to_fp8_columns(
         np.uint32(num_tiles),
     )
     return out.view(torch.float8_e4m3fn), out_scales
+
+
+def row_dots(
+    payload: torch.Tensor,
+    scales: torch.Tensor,
+    wire: WireFormat,
+    hidden: int,
+    expert_out: torch.Tensor,
+    layout: ExpertLayout,
+) -> torch.Tensor:
+    """Multiply each expert row by its wire row.  See `cpu.row_dots`."""
+    num_rows, device = layout.num_expert_rows, payload.device
+    out = torch.empty(num_rows, dtype=torch.float32, device=device)
+    cuda_kernels.launch(
+        "row_dots",
+        wire_options(wire),
+        -(-num_rows // DOT_WARPS),
+        (32 * DOT_WARPS, 1),
+        payload,
+        scales,
+        expert_out,
+        layout.row_source,
+        out,
+        np.int64(num_rows),
+        np.int32(hidden),
+    )
+    return out
 
 
 def weighted_reduce(
@@ -336,9 +366,12 @@ def variants() -> list[tuple[str, cuda_kernels.Options]]:
                     add("quantize_rows", wire, INPUT=x, SCATTER=scatter)
             for by_column in (0, 1):
                 add("to_fp8_rows", wire, COLUMN_SCALES=by_column)
-            for name in ("to_bf16_rows", "dequantize", "weighted_reduce", "final_reduce"):
+            for weighted in (0, 1):
+                add("to_bf16_rows", wire, WEIGHTED=weighted)
+            for name in ("dequantize", "weighted_reduce", "final_reduce"):
                 add(name, wire)
             found["to_fp8_columns", _column_options(wire)] = None
+            found["row_dots", wire_options(wire)] = None
     return list(found)
 
 

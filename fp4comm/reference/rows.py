@@ -9,10 +9,12 @@ from __future__ import annotations
 import numpy as np
 
 from fp4comm.formats import (
+    DOT_LANES,
     E2M1,
     E4M3_NAN,
     E8M0_BIAS,
     E8M0_NAN,
+    F32_NAN,
     FP8_BLOCK,
     TILE_ROWS,
     WireFormat,
@@ -183,11 +185,61 @@ def _shift_to_e4m3(values: Array, scales: Array, shared: Array) -> Array:
 
 
 def to_bf16_rows(
-    payload: Array, scales: Array, wire: WireFormat, hidden: int, row_source: Array | None = None
+    payload: Array,
+    scales: Array,
+    wire: WireFormat,
+    hidden: int,
+    row_source: Array | None = None,
+    row_weights: Array | None = None,
 ) -> Array:
-    """Convert wire rows to BF16 expert rows, uint16 [M, H]; NaN is 0x7FC0, padding +0."""
+    """Convert wire rows to BF16 expert rows, uint16 [M, H]; NaN is 0x7FC0, padding +0.
+
+    With row_weights, float32 [M], each value is multiplied by its row's in float32 first.
+    """
     values = dequantize(_gather(payload, row_source), _gather(scales, row_source), wire, hidden)
+    if row_source is not None and row_weights is not None:
+        with np.errstate(all="ignore"):
+            values = values * row_weights.astype(np.float32)[:, None]
+        values[row_source < 0] = 0.0
     return float32_to_bf16(values)
+
+
+def row_dots(
+    payload: Array,
+    scales: Array,
+    wire: WireFormat,
+    hidden: int,
+    expert_out: Array,
+    row_source: Array,
+) -> Array:
+    """Dot product of each expert row and its wire row: the gradient of its weight.
+
+    DOT_LANES partial sums from +0, column c into sum c % DOT_LANES by ascending c, product and sum
+    rounded separately; then the upper half of the sums is added to the lower until one is left.
+
+    Args:
+        payload: wire rows uint8 [n, payload_bytes].
+        scales: uint8 [n, scale_bytes].
+        wire: their format.
+        hidden: H.
+        expert_out: BF16 bits [M, H].
+        row_source: int64 [M], wire row of each expert row, -1 in padding.
+
+    Returns:
+        float32 [M], 0 in padding; NaN is 0x7FC00000.
+    """
+    values = dequantize(_gather(payload, row_source), _gather(scales, row_source), wire, hidden)
+    own = bf16_to_float32(expert_out)
+    sums = np.zeros((len(own), DOT_LANES), np.float32)
+    with np.errstate(all="ignore"):
+        for first in range(0, hidden, DOT_LANES):
+            last = min(first + DOT_LANES, hidden)
+            sums[:, : last - first] += own[:, first:last] * values[:, first:last]
+        while sums.shape[1] > 1:
+            half = sums.shape[1] // 2
+            sums = sums[:, :half] + sums[:, half:]
+    dots = np.where(np.isnan(sums[:, 0]), np.uint32(F32_NAN).view(np.float32), sums[:, 0])
+    return np.where(row_source < 0, np.float32(0.0), dots)
 
 
 def to_fp8_rows(

@@ -1,6 +1,7 @@
 """What the ranks of test_nccl_ranks.py do: ``rank_program.py TRANSPORT PART...``, under mpirun.
 
-TRANSPORT: nccl, torch (a group with NCCL) or mpi (rows staged); PART: rounds, mistakes or streams.
+TRANSPORT: nccl, torch (a group with NCCL) or mpi (rows staged); PART: rounds, mistakes, streams or
+gradients.
 """
 
 import os
@@ -9,6 +10,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import gradients
 import mistakes
 import rounds
 import stream_cases
@@ -72,6 +74,17 @@ def check_rows_on_the_host_are_refused(t):
     mistakes.expect(mistake, last, t.num_ranks, lambda: a2a.dispatch(*args))
     good = to(DEVICE, mistakes.good_call())
     assert a2a.dispatch(*good).num_rows_list, "it stays usable"
+
+
+def run_gradients(name):
+    with open_transport(name) as t:
+        for case in gradients.CASES:
+            try:
+                gradients.check_gradients(t, case, DEVICE)
+            except BaseException:
+                say(t, f"in gradients of {case.id!r}")
+                raise
+        say(t, f"{len(gradients.CASES)} gradients right")
 
 
 def run_streams(name):

@@ -187,6 +187,27 @@ def test_arrival_of_any_bytes_as_the_reference(wire, hidden, shape):
     assert_rows_equal(host(got), (reference.dequantize(payload, scales, wire, hidden),))
 
 
+@pytest.mark.parametrize("shape", [*LAYOUTS[1:], MANY_SLOTS])
+@by_hidden
+@by_wire
+def test_operations_of_the_backward_pass_as_the_reference(wire, hidden, shape):
+    payload, scales = any_wire_rows(wire, hidden, 300 if hidden < 2000 else 40)
+    layout = to_cuda(random_layout(len(payload), *shape))
+    rng = np.random.default_rng(13)
+    row_weights = rng.normal(size=layout.num_expert_rows).astype(np.float32)
+    row_weights[::5] = 1e-30
+    out = rng.integers(0, 65536, (layout.num_expert_rows, hidden), dtype=np.uint16)
+    out[::2] = reference.float32_to_bf16(rng.normal(size=out[::2].shape).astype(np.float32))
+    parts = (*device_rows(payload, scales), wire, hidden)
+    want_of = payload, scales, wire, hidden
+    rows = cuda.to_bf16_rows(*parts, layout, torch.from_numpy(row_weights).cuda())
+    want = reference.to_bf16_rows(*want_of, layout.source, row_weights)
+    assert_rows_equal(host(rows), (want,))
+    dots = cuda.row_dots(*parts, bf16_tensor(out).cuda(), layout)
+    want = reference.row_dots(*want_of, out, layout.source)
+    assert_rows_equal((host(dots)[0][:, None],), (want[:, None],))
+
+
 @pytest.mark.parametrize("shape", [*LAYOUTS, pytest.param((1, 2, 256), id="wide padding")])
 @pytest.mark.parametrize("hidden", [32, 96, 160, 2880, 7168])
 @by_wire

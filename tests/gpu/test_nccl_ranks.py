@@ -22,7 +22,8 @@ import one_gpu
 GPU_TESTS = Path(__file__).resolve().parent
 ONE_GPU = ranks.ROOT / "benchmarks" / "one_gpu.py"
 LIMIT_S = 90  # of a program
-ROUNDS_RIGHT, MISTAKES_RIGHT = "rounds right", "mistakes right"
+RIGHT = {"rounds": "rounds right", "mistakes": "mistakes right", "gradients": "gradients right"}
+EVERY_PART = ("rounds", "mistakes", "streams", "gradients")
 
 
 @pytest.fixture(scope="session")
@@ -96,9 +97,9 @@ def free_port():
 
 PROGRAM = GPU_TESTS / "rank_program.py"
 PARTS = {
-    "2 ranks": (2, 1, ("rounds", "mistakes", "streams")),
+    "2 ranks": (2, 1, EVERY_PART),
     "8 ranks": (8, 1, ("rounds",)),
-    "4 ranks on 2 nodes": (4, 2, ("rounds", "mistakes", "streams")),
+    "4 ranks on 2 nodes": (4, 2, EVERY_PART),
     "8 ranks on 2 nodes": (8, 2, ("rounds",)),
 }
 
@@ -111,15 +112,14 @@ def test_nccl(run_ranks, name):
 
 
 def test_a_torch_group_with_nccl(run_ranks):
-    parts = ("rounds", "mistakes", "streams")
-    check(run_ranks(2, PROGRAM, "torch", *parts), 2, parts)
+    check(run_ranks(2, PROGRAM, "torch", *EVERY_PART), 2, EVERY_PART)
 
 
 def test_mpi_stages_rows_of_a_gpu():  # COM-36, COM-37, STR-08; needs no NCCL
-    parts = ("rounds", "mistakes", "streams")
-    done = ranks.mpirun(2, GPU_TESTS / "limited.py", LIMIT_S, PROGRAM, "mpi", *parts, timeout=120)
+    command = (GPU_TESTS / "limited.py", LIMIT_S, PROGRAM, "mpi", *EVERY_PART)
+    done = ranks.mpirun(2, *command, timeout=120)
     ranks.passed(done)
-    check(done.stdout, 2, parts)
+    check(done.stdout, 2, EVERY_PART)
 
 
 @pytest.mark.parametrize("options", [(4, 2), (4, 1, "--torch")], ids=["MPI", "torch"])
@@ -140,7 +140,7 @@ def test_the_job_ends_however_the_processes_do(launch, name, may_succeed):
 
 
 def check(output, num_ranks, parts):
-    for part, text in (("rounds", ROUNDS_RIGHT), ("mistakes", MISTAKES_RIGHT)):
+    for part, text in RIGHT.items():
         assert output.count(text) == (num_ranks if part in parts else 0), output[-4000:]
     if "streams" in parts:
         assert output.count("ok str_17") == num_ranks, output[-4000:]

@@ -1,0 +1,289 @@
+"""Differentiable dispatch and combine: the gradient of each goes the other's way.
+
+    dispatch    x, topk_weights -> rows, row_weights    backward: an unweighted combine
+    combine     expert_out, row_weights -> y            backward: a dispatch with the handle
+
+Quantization is passed straight through.  The exchanges of a backward pass are collective as those
+of the calls are: all ranks differentiate, in the same order.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from fp4comm import check, codec
+from fp4comm.dispatched import Dispatched, Handle
+from fp4comm.formats import WireFormat
+from fp4comm.routing import ExpertLayout, RoutePlan
+
+if TYPE_CHECKING:
+    from fp4comm.all_to_all import AllToAll
+
+Gradients = tuple[torch.Tensor | None, ...]
+
+
+def check_inputs(arrive: str, x: Any, topk_weights: Any = None) -> None:
+    """Refuse gradients of what dispatch cannot differentiate.
+
+    Raises:
+        RuntimeError: rows arrive as FP8 or packed, or x is an FP8 pair, and a gradient is wanted.
+    """
+    parts = x if isinstance(x, (tuple, list)) else (x,)
+    if arrive != "bf16":
+        reason = f'arrive="bf16" is differentiable, arrive="{arrive}" is for functions with a'
+        reason += " backward of their own, as fp4comm.experts"
+        check.no_gradient("x", *parts, reason=reason)
+        check.no_gradient("topk_weights", topk_weights, reason=reason)
+    elif isinstance(x, (tuple, list)):
+        check.no_gradient("x", *parts, reason="an FP8 pair is not differentiable")
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Inputs:
+    """Inputs of a dispatch that want a gradient; None for one that does not."""
+
+    x: torch.Tensor | None = None
+    topk_weights: torch.Tensor | None = None
+
+    @staticmethod
+    def of(x: Any, topk_weights: Any = None) -> Inputs:
+        """Keep those that do."""
+        if not torch.is_grad_enabled():
+            return NONE
+        return Inputs(*(t if check.wants_gradient(t) else None for t in (x, topk_weights)))
+
+    @property
+    def wanted(self) -> int:
+        """Which gradients are wanted, as a number of `agreement.GRADIENTS`."""
+        return (self.x is not None) + 2 * (self.topk_weights is not None)
+
+
+NONE = Inputs()
+
+
+def combine_input(
+    expert_out: Any, rows: torch.Tensor, handle: Handle, weighted: bool
+) -> torch.Tensor | None:
+    """Return the expert outputs that combine is to be differentiated with, or None if it is not.
+
+    A rank that no rows came to takes part as soon as its dispatch does: its experts may have made
+    their output from nothing.
+    """
+    if not torch.is_grad_enabled():
+        return None
+    through_weights = weighted and handle._row_weights is not None
+    without_rows = handle._anchor is not None and not any(handle.layout.num_rows_list)
+    if not (check.wants_gradient(expert_out) or through_weights or without_rows):
+        return None
+    return expert_out if isinstance(expert_out, torch.Tensor) else rows
+
+
+def of_dispatch(a2a: AllToAll, d: Dispatched, inputs: Inputs, name: str) -> Dispatched:
+    """Make what a dispatch returned differentiable."""
+    assert d.rows is not None  # else check_inputs has raised
+    handle = dataclasses.replace(d.handle, _name=name)
+    with torch.enable_grad():
+        tensors = inputs.x, inputs.topk_weights
+        rows, row_weights, anchor = Dispatch.apply(*tensors, a2a, handle, [d.rows.data])
+        kept = row_weights if row_weights.requires_grad else None
+        return dataclasses.replace(
+            d,
+            rows=rows,
+            # A copy, so that the caller may change it in place.
+            row_weights=d.row_weights if kept is None else kept.clone(),
+            handle=dataclasses.replace(handle, _row_weights=kept, _anchor=anchor),
+        )
+
+
+def of_combine(
+    a2a: AllToAll, y: torch.Tensor, expert_out: torch.Tensor, handle: Handle, weighted: bool
+) -> torch.Tensor:
+    """Make what a combine returned differentiable."""
+    with torch.enable_grad():
+        row_weights = handle._row_weights if weighted else None
+        tensors = expert_out, row_weights, handle._anchor
+        return Combine.apply(*tensors, a2a, handle.detached(), weighted, [y.data])
+
+
+class Dispatch(torch.autograd.Function):
+    """Backward: an unweighted combine on the dispatch_grad wire; beside it those of the weights.
+
+    The third output is empty.  Combine takes it as an input, so that this backward runs on every
+    rank, whatever its experts did with their rows.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Any, topk_weights: Any, a2a: AllToAll, handle: Handle, made: list[torch.Tensor]
+    ) -> tuple[torch.Tensor, ...]:
+        """Return what was made, and note the way back."""
+        ctx.a2a, ctx.handle = a2a, handle
+        ctx.dtypes = [None if t is None else t.dtype for t in (x, topk_weights)]
+        ctx.set_materialize_grads(False)
+        # Reading it back makes a checkpoint recompute on every rank, whatever its experts kept.
+        ctx.save_for_backward(handle.layout.num_rows)
+        rows, row_weights = made.pop(), handle.layout.row_weights.detach()
+        outputs = zip((rows, row_weights), ctx.needs_input_grad[:2], strict=True)
+        ctx.mark_non_differentiable(*(output for output, wants in outputs if not wants))
+        return rows, row_weights, row_weights.new_empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> Gradients:
+        """Send the gradients of rows and row weights back to their tokens."""
+        a2a, handle, operation = ctx.a2a, ctx.handle, "dispatch backward"
+        plan, layout, device = handle._plan, handle.layout, handle._device
+        wire, implementation = WireFormat.of(a2a.precision.dispatch_grad), codec.of(device)
+        x_wants, weights_want, *_ = ctx.needs_input_grad
+        grad_x = grad_weights = None
+        with torch.no_grad(), a2a._stopping_peers(operation):
+            _ = ctx.saved_tensors
+            _keep_for_this_stream(plan, layout)
+            with a2a._phase(operation, "reduce"):
+                rows, row_weights, _ = gradients
+                sent: list[torch.Tensor] = []
+                if x_wants:
+                    if rows is None:
+                        shape = layout.num_expert_rows, a2a.hidden
+                        rows = torch.zeros(shape, dtype=torch.bfloat16, device=device)
+                    sent += implementation.weighted_reduce(
+                        rows.contiguous(), layout, wire, weighted=False
+                    )
+                if weights_want:
+                    sent.append(_slot_gradients(row_weights, layout).view(torch.uint8))
+            label = f"backward of {handle._name}"
+            splits = layout.recv_splits, plan.send_splits
+            received = _exchange(a2a, operation, label, sent, *splits)
+            with a2a._phase(operation, "reduce"):
+                if weights_want:
+                    slots = received.pop().view(torch.float32)
+                    grad_weights = _token_sums(slots, plan).to(ctx.dtypes[1])
+                if x_wants:
+                    grad_x = implementation.final_reduce(*received, wire, a2a.hidden, plan)
+                    grad_x = grad_x.to(ctx.dtypes[0])
+        return *_differentiable_once(grad_x, grad_weights), None, None, None
+
+
+class Combine(torch.autograd.Function):
+    """Backward: dy goes to the experts' ranks on the combine_grad wire, and is weighted there."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        expert_out: torch.Tensor,
+        row_weights: torch.Tensor | None,
+        anchor: torch.Tensor | None,
+        a2a: AllToAll,
+        handle: Handle,
+        weighted: bool,
+        made: list[torch.Tensor],
+    ) -> torch.Tensor:
+        """Return what was made; keep expert_out if weights want a gradient, else nothing."""
+        ctx.a2a, ctx.handle, ctx.weighted = a2a, handle, weighted
+        if row_weights is not None:
+            ctx.save_for_backward(expert_out)
+        return made.pop()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Gradients:
+        """Send dy to the experts' ranks; give expert_out and row_weights their gradients."""
+        a2a, handle, operation = ctx.a2a, ctx.handle, "combine backward"
+        plan, layout, device = handle._plan, handle.layout, handle._device
+        wire, implementation = WireFormat.of(a2a.precision.combine_grad), codec.of(device)
+        grad_out = grad_weights = None
+        with torch.no_grad(), a2a._stopping_peers(operation):
+            saved = ctx.saved_tensors  # before the exchange, for a checkpoint recomputes here
+            _keep_for_this_stream(plan, layout)
+            with a2a._phase(operation, "quantize"):
+                dy = gradients[0].contiguous()
+                sent = implementation.quantize_rows(dy, wire, plan)
+            label = f"backward of {'weighted' if ctx.weighted else 'unweighted'} combine of"
+            splits = plan.send_splits, layout.recv_splits
+            received = _exchange(a2a, operation, f"{label} {handle._name}", sent, *splits)
+            rows = *received, wire, a2a.hidden
+            with a2a._phase(operation, "arrive"):
+                if ctx.needs_input_grad[0]:
+                    weights = _row_weights(layout) if ctx.weighted else None
+                    grad_out = implementation.to_bf16_rows(*rows, layout, weights)
+                if ctx.needs_input_grad[1]:
+                    grad_weights = implementation.row_dots(*rows, saved[0].contiguous(), layout)
+        return *_differentiable_once(grad_out, grad_weights), None, None, None, None, None
+
+
+class Once(torch.autograd.Function):
+    """A gradient that cannot be differentiated again."""
+
+    @staticmethod
+    def forward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        """Return the gradient."""
+        return gradient.view_as(gradient)
+
+    @staticmethod
+    def backward(ctx: Any, *_: torch.Tensor) -> Gradients:
+        """Refuse."""
+        raise RuntimeError(
+            "backward: expected to be differentiated once, got a second derivative of dispatch or"
+            " combine (what the gradients of quantized rows depend on is not kept)"
+        )
+
+
+def _differentiable_once(*gradients: torch.Tensor | None) -> Gradients:
+    """Under create_graph=True, make a second derivative an error rather than zero."""
+    if not torch.is_grad_enabled():
+        return gradients
+    return tuple(None if g is None else Once.apply(g.requires_grad_()) for g in gradients)
+
+
+def _exchange(
+    a2a: AllToAll,
+    operation: str,
+    label: str,
+    sends: Any,
+    send_splits: np.ndarray,
+    recv_splits: np.ndarray,
+) -> list[torch.Tensor]:
+    num_rows = int(recv_splits.sum())
+    recvs = [stream.new_empty((num_rows, stream.shape[1])) for stream in sends]
+    with a2a._phase(operation, "exchange", label):
+        a2a._transport.exchange(sends, send_splits, recvs, recv_splits)
+    return recvs
+
+
+def _slot_gradients(row_weights: torch.Tensor | None, layout: ExpertLayout) -> torch.Tensor:
+    """Gradient of each slot of each wire row, ``[n, K]`` float32; 0 where there is no row."""
+    if row_weights is None:
+        return torch.zeros_like(layout.slot_rows, dtype=torch.float32)
+    behind = torch.cat([row_weights, row_weights.new_zeros(1)])  # which -1 stands for
+    return behind[layout.slot_rows.long()]
+
+
+def _token_sums(slots: torch.Tensor, plan: RoutePlan) -> torch.Tensor:
+    """Sum ``[n, K]`` over each token's wire rows: ``[T, K]``.
+
+    One rank has a slot, the others bring +0: the order does not matter.
+    """
+    counts = plan.place_offsets.diff()
+    tokens = torch.arange(plan.num_tokens, device=slots.device)
+    tokens = tokens.repeat_interleave(counts, output_size=plan.num_rows)
+    sums = slots.new_zeros((plan.num_tokens, slots.shape[1]))
+    return sums.index_add_(0, tokens, slots[plan.places.long()])
+
+
+def _row_weights(layout: ExpertLayout) -> torch.Tensor | None:
+    """Weight of each expert row as it came, ``[M]``; `layout.row_weights` may be changed since."""
+    if layout.weights is None:
+        return None
+    rows = layout.weights.new_zeros(layout.num_expert_rows + 1)  # the last is what -1 stands for
+    rows[layout.slot_rows.long().view(-1)] = layout.weights.view(-1)
+    return rows[:-1]
+
+
+def _keep_for_this_stream(*tables: RoutePlan | ExpertLayout) -> None:
+    """Tell the allocator that tables made on other streams are read on the current one."""
+    for table in tables:
+        for tensor in vars(table).values():
+            if isinstance(tensor, torch.Tensor) and tensor.is_cuda:
+                tensor.record_stream(torch.cuda.current_stream(tensor.device))

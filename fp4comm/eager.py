@@ -1,0 +1,30 @@
+"""Keep torch.compile out of what it cannot trace: it breaks its graph there and goes on behind."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def uncompiled(function: Function) -> Function:
+    """Run a function as it stands, also in compiled code.
+
+    It is `torch.compiler.disable`, applied only where the compiler is loaded: that takes seconds.
+    """
+    disabled: list[Callable[..., Any]] = []
+
+    @functools.wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if "torch._dynamo" not in sys.modules:
+            return function(*args, **kwargs)
+        if not disabled:
+            disabled.append(torch.compiler.disable(function))
+        return disabled[0](*args, **kwargs)
+
+    return run  # type: ignore[return-value]
