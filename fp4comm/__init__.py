@@ -1,6 +1,6 @@
 """fp4comm: quantized all-to-all for Mixture-of-Experts models."""
 
-from fp4comm import transport
+from fp4comm import experts, transport
 from fp4comm._version import __version__
 from fp4comm.all_to_all import AllToAll
 from fp4comm.dispatched import Dispatched, Handle, Pending
@@ -17,6 +17,7 @@ __all__ = [
     "Precision",
     "WireFormat",
     "__version__",
+    "experts",
     "quantize",
     "transport",
 ]

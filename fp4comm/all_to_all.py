@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import random
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, overload
 
 import numpy as np
@@ -246,9 +246,16 @@ class AllToAll:
     # The parts of the flow
 
     def _dispatch(
-        self, x: Any, topk_idx: Any, topk_weights: Any, async_op: bool
+        self,
+        x: Any,
+        topk_idx: Any,
+        topk_weights: Any,
+        async_op: bool,
+        check_experts: Callable[[], None] | None = None,
     ) -> Pending[Dispatched]:
-        rows, plan, sent, failure = self._prepare(x, topk_idx, topk_weights)
+        """Dispatch; with check_experts, which may raise, to packed and differentiable rows."""
+        arrive = self.arrive if check_experts is None else "packed"
+        rows, plan, sent, failure = self._prepare(x, topk_idx, topk_weights, check_experts)
         with self._phase("dispatch", "counts"):
             inputs = autograd.Inputs.of(x, topk_weights)
             mine = self._fingerprint(agreement.DISPATCH, failure, rows, plan, topk_weights, inputs)
@@ -273,20 +280,29 @@ class AllToAll:
                     route, plan.num_topk, recv_splits, num_rows, alignment
                 )
                 of_all = self._transport, self.hidden, self.precision
-                d = self._arrive(wire_rows, Handle(layout, plan, *of_all, device, name))
+                handle = Handle(layout, plan, *of_all, device, name)
+                d = self._arrive(wire_rows, handle, arrive)
             return autograd.of_dispatch(self, d, inputs, name) if inputs.wanted else d
 
         return Pending(work, received, finish)
 
     def _prepare(
-        self, x: Any, topk_idx: Any, topk_weights: Any
+        self,
+        x: Any,
+        topk_idx: Any,
+        topk_weights: Any,
+        check_experts: Callable[[], None] | None,
     ) -> tuple[check.Rows | None, RoutePlan, tuple[torch.Tensor, ...], Exception | None]:
         """Check, plan and quantize; a mistake is returned, for all ranks to raise together."""
         try:
             with self._phase("dispatch", "plan"):
                 self._check_open()
-                autograd.check_inputs(self.arrive, x, topk_weights)
+                autograd.check_inputs(
+                    self.arrive if check_experts is None else "bf16", x, topk_weights
+                )
                 rows = self._rows(x)
+                if check_experts is not None:
+                    check_experts()
                 device = _device_of(rows)
                 idx = check.topk_idx(topk_idx, _codes(rows).shape[0], device)
                 weights = None if topk_weights is None else check.topk_weights(topk_weights, idx)
@@ -319,15 +335,15 @@ class AllToAll:
             )
         return recvs, work
 
-    def _arrive(self, received: list[torch.Tensor], handle: Handle) -> Dispatched:
+    def _arrive(self, received: list[torch.Tensor], handle: Handle, arrive: str) -> Dispatched:
         """Convert the wire rows to what the experts take."""
         layout, wire = handle.layout, WireFormat.of(self.precision.dispatch)
         payload, scales_received = received
         packed = PackedRows(payload, scales_received, wire, self.hidden)
         rows = scales = None
-        if self.arrive == "fp8":
+        if arrive == "fp8":
             rows, scales = packed.to_fp8_rows(layout, self.scale_layout)
-        elif self.arrive == "bf16":
+        elif arrive == "bf16":
             rows = packed.to_bf16(layout)
         return Dispatched(
             rows=rows,
@@ -372,7 +388,7 @@ class AllToAll:
 
         def finish() -> Dispatched:
             with self._stopping_peers("dispatch"), self._phase("dispatch", "arrive"):
-                d = self._arrive(received, handle.detached())
+                d = self._arrive(received, handle.detached(), self.arrive)
             return autograd.of_dispatch(self, d, inputs, name) if inputs.wanted else d
 
         tables = handle.layout.slot_rows, handle.layout.padding

@@ -83,12 +83,18 @@ def combine_input(
 
 
 def of_dispatch(a2a: AllToAll, d: Dispatched, inputs: Inputs, name: str) -> Dispatched:
-    """Make what a dispatch returned differentiable."""
-    assert d.rows is not None  # else check_inputs has raised
+    """Make what a dispatch returned differentiable; rows that stay packed get a stand-in.
+
+    That has their shape and no memory: gradients come in by it, and nobody reads it.
+    """
+    rows = d.rows
+    if rows is None:
+        shape = d.handle.layout.num_expert_rows, a2a.hidden
+        rows = torch.empty((), dtype=torch.bfloat16, device=d.packed.payload.device).expand(shape)
     handle = dataclasses.replace(d.handle, _name=name)
     with torch.enable_grad():
         tensors = inputs.x, inputs.topk_weights
-        rows, row_weights, anchor = Dispatch.apply(*tensors, a2a, handle, [d.rows.data])
+        rows, row_weights, anchor = Dispatch.apply(*tensors, a2a, handle, [rows.data])
         kept = row_weights if row_weights.requires_grad else None
         return dataclasses.replace(
             d,
@@ -164,7 +170,7 @@ class Dispatch(torch.autograd.Function):
                 if x_wants:
                     grad_x = implementation.final_reduce(*received, wire, a2a.hidden, plan)
                     grad_x = grad_x.to(ctx.dtypes[0])
-        return *_differentiable_once(grad_x, grad_weights), None, None, None
+        return *differentiable_once(grad_x, grad_weights), None, None, None
 
 
 class Combine(torch.autograd.Function):
@@ -210,7 +216,7 @@ class Combine(torch.autograd.Function):
                     grad_out = implementation.to_bf16_rows(*rows, layout, weights)
                 if ctx.needs_input_grad[1]:
                     grad_weights = implementation.row_dots(*rows, saved[0].contiguous(), layout)
-        return *_differentiable_once(grad_out, grad_weights), None, None, None, None, None
+        return *differentiable_once(grad_out, grad_weights), None, None, None, None, None
 
 
 class Once(torch.autograd.Function):
@@ -225,12 +231,12 @@ class Once(torch.autograd.Function):
     def backward(ctx: Any, *_: torch.Tensor) -> Gradients:
         """Refuse."""
         raise RuntimeError(
-            "backward: expected to be differentiated once, got a second derivative of dispatch or"
-            " combine (what the gradients of quantized rows depend on is not kept)"
+            "backward: expected to be differentiated once, got a second derivative of dispatch,"
+            " combine or experts (what the gradients of quantized rows depend on is not kept)"
         )
 
 
-def _differentiable_once(*gradients: torch.Tensor | None) -> Gradients:
+def differentiable_once(*gradients: torch.Tensor | None) -> Gradients:
     """Under create_graph=True, make a second derivative an error rather than zero."""
     if not torch.is_grad_enabled():
         return gradients

@@ -38,6 +38,8 @@ ALLOWED = {
         "agreement", "autograd", "check", "codec", "dispatched", "eager", "formats", "packed",
         "precision", "routing", "transport",
     },
+    "products": {"formats", "packed", "routing"},
+    "experts": {"all_to_all", "autograd", "check", "eager", "products", "routing"},
 }  # fmt: skip
 
 # Operations that the reference and every codec have under the same name.
