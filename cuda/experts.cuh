@@ -1,9 +1,17 @@
 /*
-experts: which rank an expert stands on, and which slots of a token make a wire row.
+experts: which rank an expert stands on, and which ranks a token goes to.
+
+A warp takes a chunk of tokens, one a lane, and looks at the ranks by windows of 32: each lane has a
+word with a bit for each rank that its token goes to; seen by rank those bits are what the warp
+votes.  So a token makes one row of a rank however many experts it has there, and the tokens of a
+chunk number their rows of a rank by counting bits.
 */
 #pragma once
 
 #include "routing.cuh"
+
+constexpr int CHUNK_TOKENS = 32;
+constexpr int WINDOW_RANKS = 32;
 
 // Experts stand in ranges: the first `extra` ranks hold base + 1 each, the others base.
 struct Placement {
@@ -22,25 +30,25 @@ DEVICE int first_expert(int rank, Placement p) {
     return rank * p.base + (rank < p.extra ? rank : p.extra);
 }
 
-// The owner of another slot of this lane's token: that of a lane `distance` in front, or looked up
-// where the token began in an earlier 32 slots.  All lanes take part.
+// The ranks that a token with these experts goes to: bit r for first_rank + r.
 template <typename Index>
-DEVICE int owner_in_front(const Index* experts, int k, int owner, int distance, Placement p) {
-    const int other = __shfl_up_sync(ALL_LANES, owner, distance);
-    if (distance > k) return NO_KEY;
-    const int lane = threadIdx.x % 32;
-    return lane >= distance ? other : owner_of(experts[k - distance], p);
+DEVICE u32 ranks_of(const Index* experts, int num_topk, int first_rank, Placement p) {
+    u32 ranks = 0;
+#pragma unroll 8
+    for (int k = 0; k < num_topk; k++) {
+        const u32 r = static_cast<u32>(owner_of(experts[k], p) - first_rank);
+        if (r < WINDOW_RANKS) ranks |= 1u << r;
+    }
+    return ranks;
 }
 
-// Whether no earlier slot of the token goes to the owner of this one.  All lanes take part.
-template <typename Index>
-DEVICE bool is_new_row(const Index* experts, int k, int num_topk, int owner, Placement p) {
-    bool is_new = owner != NO_KEY;
-    for (int distance = 1; distance < num_topk && distance < 32; distance++) {
-        if (owner_in_front(experts, k, owner, distance, p) == owner) is_new = false;
+// Turn bits: from a token's ranks to the tokens of rank first_rank + lane.  All lanes take part.
+DEVICE u32 tokens_of_lane(u32 ranks, int num_window_ranks) {
+    const int lane = threadIdx.x % 32;
+    u32 tokens = 0;
+    for (int r = 0; r < num_window_ranks; r++) {
+        const u32 of_rank = __ballot_sync(ALL_LANES, ranks >> r & 1);
+        if (lane == r) tokens = of_rank;
     }
-    for (int i = 0; i <= k - 32; i++) {  // K above 32
-        if (owner_of(experts[i], p) == owner) is_new = false;
-    }
-    return is_new;
+    return tokens;
 }

@@ -4,10 +4,11 @@ route_counts: top-k experts -> how many wire rows and expert rows each rank gets
   topk_idx   [T, K]   i32 or i64 (Index)   expert of each slot, or -1
   numbers    [1 + num_ranks + num_ranks * most]  u64
              slots from the first wrong index on, or 0; wire rows of each rank; rows of its experts
-  cells      [num_ranks][num_chunks]  i32   wire rows of each rank in each chunk
-  num_places [T]                      i32   wire rows of each token
+             zero before
+  cells      [num_ranks][num_chunks]  i32   written; wire rows of each rank in each chunk of tokens
+  num_places [T]                      i32   written; wire rows of each token
 
-All three are zero before.  A wrong index is beyond -1..num_experts - 1.
+A wrong index is beyond -1..num_experts - 1.
 
 Launcher: fp4comm/routing/cuda.py
 */
@@ -25,27 +26,37 @@ extern "C" __global__ void route_counts(const Index* __restrict__ topk_idx,
                                         int num_ranks,
                                         i64 num_chunks) {
     const Placement place{num_experts, num_experts / num_ranks, num_experts % num_ranks};
-    const int most = place.base + (place.extra > 0);
+    const int most = place.base + (place.extra > 0), lane = threadIdx.x % 32;
     u64* rank_rows = numbers + 1;
     u64* expert_rows = rank_rows + num_ranks;
+    const i64 chunk = (static_cast<i64>(blockIdx.x) * blockDim.x + threadIdx.x) / 32;
+    const i64 token = chunk * CHUNK_TOKENS + lane;
+    if (chunk >= num_chunks) return;
+    const bool is_token = token < num_tokens;
+    const Index* experts = topk_idx + token * num_topk;
 
-    for_each_slot_of_chunk(num_tokens, num_topk, [&](Slot slot) {
-        const Index* experts = topk_idx + slot.row * num_topk;
-        int owner = NO_KEY, expert_cell = NO_KEY;
-        if (slot.at >= 0) {
-            const Index expert = experts[slot.k];
-            owner = owner_of(expert, place);
-            if (owner != NO_KEY) {
-                expert_cell = owner * most + static_cast<int>(expert) - first_expert(owner, place);
-            } else if (expert != -1) {
-                atomicMax(numbers, static_cast<u64>(num_tokens * num_topk - slot.at));
-            }
+    int num_rows = 0;
+    for (int first_rank = 0; first_rank < num_ranks; first_rank += WINDOW_RANKS) {
+        const u32 ranks = is_token ? ranks_of(experts, num_topk, first_rank, place) : 0;
+        num_rows += __popc(ranks);
+        const int in_window = min(WINDOW_RANKS, num_ranks - first_rank);
+        const int of_lane = __popc(tokens_of_lane(ranks, in_window));
+        if (lane >= in_window) continue;
+        cells[(first_rank + lane) * num_chunks + chunk] = of_lane;
+        if (of_lane > 0) atomicAdd(rank_rows + first_rank + lane, static_cast<u64>(of_lane));
+    }
+    if (is_token) num_places[token] = num_rows;
+
+#pragma unroll 4
+    for (int k = 0; k < num_topk; k++) {
+        const i64 expert = is_token ? experts[k] : -1;
+        const int owner = owner_of(expert, place);
+        int cell = NO_KEY;
+        if (owner != NO_KEY) {
+            cell = owner * most + static_cast<int>(expert) - first_expert(owner, place);
+        } else if (expert != -1) {
+            atomicMax(numbers, static_cast<u64>((num_tokens - token) * num_topk - k));
         }
-        const bool is_new = is_new_row(experts, slot.k, num_topk, owner, place);
-        if (is_new) atomicAdd(num_places + slot.row, 1);
-        const int key = is_new ? owner : NO_KEY;
-        count(expert_cell, expert_rows + expert_cell);
-        count(key, rank_rows + key);
-        count(key, cells + key * num_chunks + slot.chunk);
-    });
+        count(cell, expert_rows + cell);
+    }
 }

@@ -3,7 +3,7 @@ route_rows: top-k experts -> the wire rows of each token, and the route that tra
 
   topk_idx       [T, K]      i32 or i64 (Index)   expert of each slot, or -1
   topk_weights   [T, K]      f32                  or null
-  cells          [num_ranks][num_chunks]  i32     first wire row of each cell; counted up
+  cells          [num_ranks][num_chunks]  i32     first wire row of each cell
   place_offsets  [T + 1]     i32                  where a token's wire rows begin in places
   places         [n]         i32                  wire rows of each token, by ascending rank
   route          [n, K * 6] or [n, K * 2] bytes   K i16 local experts or -1, then K f32 weights
@@ -16,83 +16,101 @@ Launcher: fp4comm/routing/cuda.py
 
 using Index = INDEX;
 
-// Slots of the token that make a wire row of a lower rank.  All lanes take part; own is the rank
-// that this lane's slot makes a row of, or NO_KEY.
-DEVICE int num_rows_before(const Index* experts, int k, int num_topk, int own, Placement p) {
-    const int lane = threadIdx.x % 32;
-    const bool is_whole = num_topk <= 32 && lane >= k && lane + num_topk - k <= 32;
-    int num_rows = 0;
-    for (int distance = 1; distance < num_topk && distance < 32; distance++) {
-        const int up = __shfl_up_sync(ALL_LANES, own, distance);
-        const int down = __shfl_down_sync(ALL_LANES, own, distance);
-        if (!is_whole) continue;
-        if (distance <= k && up != NO_KEY && up < own) num_rows++;
-        if (distance < num_topk - k && down != NO_KEY && down < own) num_rows++;
+constexpr int PART = 8;  // slots that a lane has in registers
+
+// Slots k .. k + 7 of a token.
+struct Slots {
+    int owner[PART];
+    int local[PART];  // its number among the experts of its owner
+    u32 weight[PART];
+};
+
+DEVICE Slots load_slots(const Index* experts, const u32* weights, int k, int num, Placement p) {
+    Slots slots;
+#pragma unroll
+    for (int i = 0; i < PART; i++) {
+        const Index expert = k + i < num ? experts[k + i] : -1;
+        slots.weight[i] = weights != nullptr && k + i < num ? weights[k + i] : 0;
+        slots.owner[i] = owner_of(expert, p);
+        slots.local[i] = static_cast<int>(expert) - first_expert(slots.owner[i], p);
     }
-    if (is_whole || own == NO_KEY) return num_rows;
-    for (int i = 0; i < num_topk; i++) {  // the token lies across two steps of the warp
-        const int other = owner_of(experts[i], p);
-        bool is_lower_row = other != NO_KEY && other < own;
-        for (int j = 0; j < i && is_lower_row; j++) {
-            is_lower_row = owner_of(experts[j], p) != other;
-        }
-        num_rows += is_lower_row;
-    }
-    return num_rows;
+    return slots;
 }
 
-// One row of the route, by all lanes, in 16-bit halves: rows of an odd K start between words.
-DEVICE void write_route(u16* route,
-                        const Index* experts,
-                        const float* weights,
-                        int num_topk,
-                        int owner,
-                        Placement place) {
-    const int num_halves = num_topk * (weights != nullptr ? 3 : 1);
-    for (int half = threadIdx.x % 32; half < num_halves; half += 32) {
-        const int of_weight = half - num_topk;
-        const int k = of_weight < 0 ? half : of_weight / 2;
-        const Index expert = experts[k];
-        const bool is_here = owner_of(expert, place) == owner;
-        u32 value = is_here ? static_cast<int>(expert) - first_expert(owner, place) : -1;
-        if (of_weight >= 0) {
-            const u32 bits = is_here ? float_bits(weights[k]) : 0;
-            value = of_weight % 2 ? bits >> 16 : bits;
+// Slots k .. k + 7 of a row of the route to this rank.  Rows of an odd K start between words.
+DEVICE void store_slots(u8* row, const Slots& slots, int k, int num, bool weighted, int rank) {
+    u32 locals[PART / 2], weights[PART];
+#pragma unroll
+    for (int i = 0; i < PART; i++) {
+        const bool is_here = slots.owner[i] == rank;
+        const u32 half = static_cast<u32>(is_here ? slots.local[i] : -1) & 0xFFFFu;
+        locals[i / 2] = i % 2 ? locals[i / 2] | half << 16 : half;
+        weights[i] = is_here ? slots.weight[i] : 0;
+    }
+    u8* locals_at = row + 2 * k;
+    u8* weights_at = row + 2 * num + 4 * k;
+    if (num % PART == 0) {
+        store_words(locals_at, locals);
+        if (weighted) store_words(weights_at, weights);
+        return;
+    }
+#pragma unroll
+    for (int i = 0; i < PART; i++) {
+        if (k + i >= num) break;
+        u16* half = reinterpret_cast<u16*>(weights_at + 4 * i);
+        const u32 word[1] = {weights[i]};
+        reinterpret_cast<u16*>(locals_at)[i] = static_cast<u16>(locals[i / 2] >> 16 * (i % 2));
+        if (!weighted) continue;
+        if (num % 2 == 0) {
+            store_words(weights_at + 4 * i, word);
+        } else {
+            half[0] = static_cast<u16>(weights[i]);
+            half[1] = static_cast<u16>(weights[i] >> 16);
         }
-        route[half] = static_cast<u16>(value);
     }
 }
 
 extern "C" __global__ void route_rows(const Index* __restrict__ topk_idx,
-                                      const float* __restrict__ topk_weights,
-                                      int* __restrict__ cells,
+                                      const u32* __restrict__ topk_weights,
+                                      const int* __restrict__ cells,
                                       const int* __restrict__ place_offsets,
                                       int* __restrict__ places,
-                                      u16* __restrict__ route,
+                                      u8* __restrict__ route,
                                       i64 num_tokens,
                                       int num_topk,
                                       int num_experts,
                                       int num_ranks,
                                       i64 num_chunks) {
     const Placement place{num_experts, num_experts / num_ranks, num_experts % num_ranks};
-    const int route_halves = num_topk * (topk_weights != nullptr ? 3 : 1);
+    const bool weighted = topk_weights != nullptr;
+    const int route_bytes = num_topk * (weighted ? 6 : 2), lane = threadIdx.x % 32;
+    const i64 chunk = (static_cast<i64>(blockIdx.x) * blockDim.x + threadIdx.x) / 32;
+    const i64 token = chunk * CHUNK_TOKENS + lane;
+    if (chunk >= num_chunks) return;
+    const bool is_token = token < num_tokens;
+    const Index* experts = topk_idx + token * num_topk;
+    const u32* weights = weighted ? topk_weights + token * num_topk : nullptr;
 
-    for_each_slot_of_chunk(num_tokens, num_topk, [&](Slot slot) {
-        const Index* experts = topk_idx + slot.row * num_topk;
-        const int owner = slot.at < 0 ? NO_KEY : owner_of(experts[slot.k], place);
-        const int key = is_new_row(experts, slot.k, num_topk, owner, place) ? owner : NO_KEY;
-        const int row = take_number(key, cells + key * num_chunks + slot.chunk);
-        const int before = num_rows_before(experts, slot.k, num_topk, key, place);
-        if (key != NO_KEY) places[place_offsets[slot.row] + before] = row;
-
-        for (u32 todo = __ballot_sync(ALL_LANES, key != NO_KEY); todo != 0; todo &= todo - 1) {
-            const int lane = __ffs(todo) - 1;
-            const i64 token = __shfl_sync(ALL_LANES, slot.row, lane);
-            const i64 to = __shfl_sync(ALL_LANES, row, lane);
-            const int its_owner = __shfl_sync(ALL_LANES, key, lane);
-            const float* weights = topk_weights ? topk_weights + token * num_topk : nullptr;
-            write_route(route + to * route_halves, topk_idx + token * num_topk, weights, num_topk,
-                        its_owner, place);
+    int next_place = is_token ? place_offsets[token] : 0;
+    for (int first_rank = 0; first_rank < num_ranks; first_rank += WINDOW_RANKS) {
+        const int in_window = min(WINDOW_RANKS, num_ranks - first_rank);
+        const i64 cell = (first_rank + lane) * num_chunks + chunk;
+        const int first_row = lane < in_window ? cells[cell] : 0;
+        const u32 ranks = is_token ? ranks_of(experts, num_topk, first_rank, place) : 0;
+        const u32 tokens = tokens_of_lane(ranks, in_window);
+        for (int k = 0; k < num_topk; k += PART) {
+            const Slots slots = load_slots(experts, weights, k, is_token ? num_topk : 0, place);
+            // Each lane takes its ranks in order; the warp goes on until all are through.
+            for (u32 todo = ranks; __ballot_sync(ALL_LANES, todo != 0) != 0; todo &= todo - 1) {
+                const int r = todo != 0 ? __ffs(todo) - 1 : 0;
+                const u32 of_rank = __shfl_sync(ALL_LANES, tokens, r);
+                const int first = __shfl_sync(ALL_LANES, first_row, r);
+                if (todo == 0) continue;
+                const i64 row = first + __popc(of_rank & ((1u << lane) - 1));
+                if (k == 0) places[next_place++] = static_cast<int>(row);
+                store_slots(route + row * route_bytes, slots, k, num_topk, weighted,
+                            first_rank + r);
+            }
         }
-    });
+    }
 }

@@ -34,6 +34,11 @@ static inline void load_words(const uint8_t* at, uint32_t (&words)[N]) {
     std::memcpy(words, at, sizeof words);
 }
 
+template <int N>
+static inline void store_words(uint8_t* at, const uint32_t (&words)[N]) {
+    std::memcpy(at, words, sizeof words);
+}
+
 static inline float __fmul_rn(float a, float b) { return a * b; }
 static inline float __fadd_rn(float a, float b) { return a + b; }
 

@@ -142,11 +142,11 @@ def random_routing(rng, num_tokens, topk, num_experts):
 
 
 def random_shape(rng):
-    """Tokens, top-k, experts, ranks: around whole chunks of slots, below and beyond a warp."""
+    """Tokens, top-k, experts, ranks: around whole chunks of tokens or slots, and whole words."""
     topk = int(rng.choice([1, 2, 3, 5, 6, 7, 8, 9, 16, 31, 32, 33, 40, 64, 65, 127, 128, 129]))
-    chunks = rng.integers(0, 4)
-    num_tokens = max(0, int(chunks * cuda.CHUNK_SLOTS // topk + rng.integers(-2, 3)))
-    num_ranks = int(rng.choice([1, 2, 3, 4, 7, 8, 16, 64]))
+    chunk = int(rng.choice([cuda.CHUNK_SLOTS // topk, cuda.CHUNK_TOKENS]))
+    num_tokens = max(0, int(rng.integers(0, 4) * chunk + rng.integers(-2, 3)))
+    num_ranks = int(rng.choice([1, 2, 3, 4, 7, 8, 16, 31, 32, 33, 64, 65]))
     num_experts = int(rng.choice([1, 2, 3, num_ranks, 4 * num_ranks + 1, 8 * num_ranks, 256]))
     return num_tokens, topk, num_experts, num_ranks
 

@@ -13,7 +13,8 @@ import torch
 from fp4comm import check, cuda_kernels
 from fp4comm.routing import Placement, RoutePlan, route_slot_bytes
 
-CHUNK_SLOTS = 128  # of a warp; cuda/routing.cuh
+CHUNK_TOKENS = 32  # of a warp that plans; cuda/experts.cuh
+CHUNK_SLOTS = 128  # of a warp that finds what arrived; cuda/routing.cuh
 WARPS = 4  # of a thread block
 INDICES = {torch.int32: ("-DINDEX=int",), torch.int64: ("-DINDEX=i64",)}
 
@@ -25,7 +26,7 @@ def plan(
     num_tokens, num_topk = topk_idx.shape
     num_ranks, most = placement.num_ranks, placement.most_local_experts
     device, options = topk_idx.device, INDICES[topk_idx.dtype]
-    num_chunks = -(-num_tokens * num_topk // CHUNK_SLOTS)
+    num_chunks = -(-num_tokens // CHUNK_TOKENS)
     num_numbers, num_cells = 1 + num_ranks + num_ranks * most, num_ranks * num_chunks
     # One zero in front of cells and places turns their running sums into where each begins.
     zeros = torch.zeros(
