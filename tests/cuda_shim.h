@@ -43,6 +43,7 @@ static inline void store_words(uint8_t* at, const uint32_t (&words)[N]) {
 
 static inline float __fmul_rn(float a, float b) { return a * b; }
 static inline float __fadd_rn(float a, float b) { return a + b; }
+static inline float __fmaf_rn(float a, float b, float c) { return std::fmaf(a, b, c); }
 
 static inline uint32_t __byte_perm(uint32_t a, uint32_t b, uint32_t selector) {
     uint32_t result = 0;

@@ -68,8 +68,17 @@ SHAPES = {
     ("to_bf16_rows",): Shape(16, max_lanes=256),
     ("dequantize",): Shape(8, max_lanes=256),
     ("weighted_reduce",): Shape(16, max_lanes=64, ahead=2),
-    ("weighted_reduce", "-DWIRE=WIRE_MXFP4"): Shape(32, max_lanes=32, ahead=1),
+    ("weighted_reduce", "-DWIRE=WIRE_MXFP4"): Shape(
+        32, threads=64, max_lanes=32, ahead=2, max_registers=80
+    ),
     ("final_reduce",): Shape(16, max_lanes=128, ahead=2),
+    ("final_reduce", "-DWIRE=WIRE_MXFP4"): Shape(
+        32,
+        max_lanes=32,
+        ahead=2,
+        max_registers=64,
+        many=Shape(32, unroll=4, max_lanes=32, ahead=3),
+    ),
 }
 MANY = 40_000_000  # elements from which on `Shape.many` is the faster one
 
