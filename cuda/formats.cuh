@@ -62,10 +62,15 @@ DEVICE u32 scale_from_amax(u32 amax_bits, u32 round, int emax, int largest) {
 
 // --- BF16
 
+// Two BF16 that cvt_bf16x2 made: every NaN becomes 0x7FC0.
+DEVICE u32 bf16x2_of_one_nan(u32 pair) {
+    // Read as signed integers, no number is above Inf (0x7F80), and cvt makes each NaN 0x7FFF.
+    return min_s16x2(pair, BF16_NAN << 16 | BF16_NAN);
+}
+
 // Two float32 -> two BF16, ties to even; every NaN becomes 0x7FC0.
 DEVICE u32 bf16x2_from_f32(float low, float high) {
-    // Read as signed integers, no number is above Inf (0x7F80), and cvt makes each NaN 0x7FFF.
-    return min_s16x2(cvt_bf16x2(low, high), BF16_NAN << 16 | BF16_NAN);
+    return bf16x2_of_one_nan(cvt_bf16x2(low, high));
 }
 
 DEVICE float bf16_low(u32 pair) { return bits_float(pair << 16); }
@@ -145,5 +150,46 @@ DEVICE void decode(const u32 (&words)[N * element_bits(Format) / 32],
         }
 #pragma unroll
         for (int i = 0; i < N; i++) values[i] = __fmul_rn(values[i], e8m0_to_f32(scale));
+    }
+}
+
+// --- sums
+
+// Up to this scale the product of any code and 2^(scale - 127) is a float32, so that rounding it
+// before it is added changes nothing: one instruction does both.
+constexpr u32 LAST_EXACT_SCALE = 240;
+constexpr u32 E2M1_IN_F16_BINADES = 14;  // 2^-14 is FP16's least exponent, 2^0 that of E2M1
+
+// Eight E2M1 codes -> float32 times 2^-14: bits 0..2 of a code are bits 9..11 of an FP16, those
+// without implicit bit as well.
+DEVICE void e2m1x8_to_small_f32(u32 codes, float* values) {
+    // Upper bytes of the FP16 of even and of odd codes.
+    const u32 upper[2] = {(codes << 4 & 0x80808080u) | (codes << 1 & 0x0E0E0E0Eu),
+                          (codes & 0x80808080u) | (codes >> 3 & 0x0E0E0E0Eu)};
+#pragma unroll
+    for (int odd = 0; odd < 2; odd++) {
+        f16x2_to_f32(__byte_perm(upper[odd], 0, 0x1404), values[odd], values[odd + 2]);
+        f16x2_to_f32(__byte_perm(upper[odd], 0, 0x3424), values[odd + 4], values[odd + 6]);
+    }
+}
+
+// Add N elements of a wire row, whose scale is at most LAST_EXACT_SCALE.
+template <int Format, int N>
+DEVICE void add(const u32 (&words)[N * element_bits(Format) / 32], u32 scale, float (&sums)[N]) {
+    float values[N], factor = 1.0f;
+    if constexpr (Format == WIRE_BF16) {
+        bf16_to_f32<N>(words, values);
+    } else if constexpr (Format == WIRE_MXFP4) {
+#pragma unroll
+        for (int i = 0; i < N / 8; i++) e2m1x8_to_small_f32(words[i], values + 8 * i);
+        factor = bits_float((scale + E2M1_IN_F16_BINADES) << 23);
+    } else {
+        e4m3_to_f32<N>(words, values);
+        factor = e8m0_to_f32(scale);
+    }
+#pragma unroll
+    for (int i = 0; i < N; i++) {
+        sums[i] = Format == WIRE_BF16 ? __fadd_rn(sums[i], values[i])
+                                      : __fmaf_rn(values[i], factor, sums[i]);
     }
 }

@@ -16,6 +16,9 @@ Launcher: fp4comm/routing/cuda.py
 
 using Index = INDEX;
 
+// Cells of experts that a thread block adds up by itself, so that those of all meet less often.
+constexpr int MAX_OWN_CELLS = 4096;
+
 extern "C" __global__ void route_counts(const Index* __restrict__ topk_idx,
                                         u64* __restrict__ numbers,
                                         int* __restrict__ cells,
@@ -26,14 +29,19 @@ extern "C" __global__ void route_counts(const Index* __restrict__ topk_idx,
                                         int num_ranks,
                                         i64 num_chunks) {
     const Placement place{num_experts, num_experts / num_ranks, num_experts % num_ranks};
-    const int most = place.base + (place.extra > 0), lane = threadIdx.x % 32;
+    const int most = place.base + (place.extra > 0), num_cells = num_ranks * most;
     u64* rank_rows = numbers + 1;
     u64* expert_rows = rank_rows + num_ranks;
+    const int lane = threadIdx.x % 32;
     const i64 chunk = (static_cast<i64>(blockIdx.x) * blockDim.x + threadIdx.x) / 32;
     const i64 token = chunk * CHUNK_TOKENS + lane;
-    if (chunk >= num_chunks) return;
     const bool is_token = token < num_tokens;
     const Index* experts = topk_idx + token * num_topk;
+
+    __shared__ u32 own_cells[MAX_OWN_CELLS];
+    const bool has_own_cells = num_cells <= MAX_OWN_CELLS;
+    for (int i = threadIdx.x; has_own_cells && i < num_cells; i += blockDim.x) own_cells[i] = 0;
+    __syncthreads();
 
     int num_rows = 0;
     for (int first_rank = 0; first_rank < num_ranks; first_rank += WINDOW_RANKS) {
@@ -41,7 +49,7 @@ extern "C" __global__ void route_counts(const Index* __restrict__ topk_idx,
         num_rows += __popc(ranks);
         const int in_window = min(WINDOW_RANKS, num_ranks - first_rank);
         const int of_lane = __popc(tokens_of_lane(ranks, in_window));
-        if (lane >= in_window) continue;
+        if (lane >= in_window || chunk >= num_chunks) continue;
         cells[(first_rank + lane) * num_chunks + chunk] = of_lane;
         if (of_lane > 0) atomicAdd(rank_rows + first_rank + lane, static_cast<u64>(of_lane));
     }
@@ -57,6 +65,14 @@ extern "C" __global__ void route_counts(const Index* __restrict__ topk_idx,
         } else if (expert != -1) {
             atomicMax(numbers, static_cast<u64>((num_tokens - token) * num_topk - k));
         }
-        count(cell, expert_rows + cell);
+        if (!has_own_cells) {
+            count(cell, expert_rows + cell);
+        } else if (cell != NO_KEY) {
+            atomicAdd(own_cells + cell, 1u);
+        }
+    }
+    __syncthreads();
+    for (int i = threadIdx.x; has_own_cells && i < num_cells; i += blockDim.x) {
+        if (own_cells[i] > 0) atomicAdd(expert_rows + i, static_cast<u64>(own_cells[i]));
     }
 }

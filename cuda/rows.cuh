@@ -25,23 +25,25 @@ DEVICE Part part_of_thread(u32 first_block, u32 chunks) {
 
 // --- stores
 
-// A lane with 32 bytes would write half of a 32-byte sector at a time, which costs as much as a
-// whole one.  So two neighbours exchange halves: together they write one sector, then the other.
+// A lane with 32 or 64 bytes would write half of a 32-byte sector at a time, which costs as much as
+// a whole one.  So two neighbours exchange halves: together they write one sector after the other.
 template <int WORDS>
 DEVICE bool is_paired(int piece, int num_pieces) {
-    return WORDS == 8 && (piece | 1) < num_pieces;  // the last of an odd number is alone
+    return WORDS % 8 == 0 && (piece | 1) < num_pieces;  // the last of an odd number is alone
 }
 
 // All lanes of the warp take part.
 template <int WORDS>
 DEVICE void exchange(u32 (&words)[WORDS], int piece, bool paired) {
-    if constexpr (WORDS == 8) {
+    if constexpr (WORDS % 8 == 0) {
         const bool odd = piece & 1;
 #pragma unroll
-        for (int i = 0; i < 4; i++) {
-            const u32 got = __shfl_xor_sync(0xFFFFFFFFu, odd ? words[i] : words[4 + i], 1);
-            if (paired && odd) words[i] = got;
-            if (paired && !odd) words[4 + i] = got;
+        for (int i = 0; i < WORDS / 2; i++) {
+            u32& first = words[i / 4 * 8 + i % 4];
+            u32& second = words[i / 4 * 8 + i % 4 + 4];
+            const u32 got = __shfl_xor_sync(0xFFFFFFFFu, odd ? first : second, 1);
+            if (paired && odd) first = got;
+            if (paired && !odd) second = got;
         }
     }
 }
@@ -49,14 +51,19 @@ DEVICE void exchange(u32 (&words)[WORDS], int piece, bool paired) {
 // Write exchanged words of a piece into a row.
 template <int WORDS>
 DEVICE void store_piece(u8* row, int piece, bool paired, const u32 (&words)[WORDS]) {
-    if constexpr (WORDS == 8) {
-        u8* first = paired ? row + (piece & ~1) * 32 + (piece & 1) * 16 : row + piece * 32;
-        const u32 low[4] = {words[0], words[1], words[2], words[3]};
-        const u32 high[4] = {words[4], words[5], words[6], words[7]};
-        store_words(first, low);
-        store_words(first + (paired ? 32 : 16), high);
+    constexpr int BYTES = 4 * WORDS;
+    if constexpr (WORDS % 8 == 0) {
+        u8* first = paired ? row + (piece & ~1) * BYTES + (piece & 1) * 16 : row + piece * BYTES;
+        u8* second = first + (paired ? BYTES : 16);
+#pragma unroll
+        for (int i = 0; i < WORDS; i += 8) {
+            const u32 low[4] = {words[i], words[i + 1], words[i + 2], words[i + 3]};
+            const u32 high[4] = {words[i + 4], words[i + 5], words[i + 6], words[i + 7]};
+            store_words(first + 4 * i, low);
+            store_words(second + 4 * i, high);
+        }
     } else {
-        store_words(row + piece * (4 * WORDS), words);
+        store_words(row + piece * BYTES, words);
     }
 }
 

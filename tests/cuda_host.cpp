@@ -22,6 +22,19 @@ static void quantize_f32(const float* x, int num_blocks, u32 round, u8* payload,
     }
 }
 
+template <int Format>
+static void add_blocks(const u8* payload, const u8* scales, int num_blocks, float* sums) {
+    constexpr int WORDS = N * element_bits(Format) / 32;
+    for (int b = 0; b < num_blocks; b++) {
+        u32 words[WORDS];
+        float own[N];
+        std::memcpy(words, payload + 4 * WORDS * b, sizeof words);
+        std::memcpy(own, sums + b * N, sizeof own);
+        add<Format, N>(words, scales[b], own);
+        std::memcpy(sums + b * N, own, sizeof own);
+    }
+}
+
 extern "C" {
 
 // MXFP4 blocks of BF16.
@@ -100,6 +113,15 @@ void f32_from_mxfp8(const u8* payload, const u8* scales, int num_blocks, float* 
         decode<WIRE_MXFP8, N>(words, scales[b], out);
         std::memcpy(values + b * N, out, sizeof out);
     }
+}
+
+// Blocks added to float32.
+void add_mxfp4(const u8* payload, const u8* scales, int num_blocks, float* sums) {
+    add_blocks<WIRE_MXFP4>(payload, scales, num_blocks, sums);
+}
+
+void add_mxfp8(const u8* payload, const u8* scales, int num_blocks, float* sums) {
+    add_blocks<WIRE_MXFP8>(payload, scales, num_blocks, sums);
 }
 
 void bf16_from_f32(const float* x, int num_values, u16* bits) {

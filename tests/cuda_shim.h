@@ -8,6 +8,7 @@ Put before them.  Not for code with barriers or shuffles.
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <cstdlib>
 #include <cstring>
 
 using std::max;
@@ -36,11 +37,13 @@ static inline void load_words(const uint8_t* at, uint32_t (&words)[N]) {
 
 template <int N>
 static inline void store_words(uint8_t* at, const uint32_t (&words)[N]) {
+    if (reinterpret_cast<uintptr_t>(at) % std::min(4 * N, 16) != 0) std::abort();
     std::memcpy(at, words, sizeof words);
 }
 
 static inline float __fmul_rn(float a, float b) { return a * b; }
 static inline float __fadd_rn(float a, float b) { return a + b; }
+static inline float __fmaf_rn(float a, float b, float c) { return std::fmaf(a, b, c); }
 
 static inline uint32_t __byte_perm(uint32_t a, uint32_t b, uint32_t selector) {
     uint32_t result = 0;

@@ -1,10 +1,12 @@
 /*
-cuda_warp: what the routing kernels take from nvcc, in plain C++: warps whose 32 lanes take turns.
+cuda_warp: what the routing kernels take from nvcc, in plain C++: thread blocks of warps whose 32
+lanes take turns.
 
 Put before them, behind cuda_shim.h.  A lane is a coroutine: it runs until it comes to an operation
 of the whole warp, and goes on with its result once all 32 have come there.  Lanes that come to
-different ones, and a lane that ends while others wait, end the program.  Lanes and warps take turns
-in an order that `Random` chooses, so that a result which depends on it shows.
+different ones, and a lane that ends while others wait, end the program; so does a warp that ends
+while others of its block wait at a barrier.  Lanes, warps and blocks take turns in an order that
+`Random` chooses, so that a result which depends on it shows.
 */
 #pragma once
 
@@ -16,6 +18,7 @@ in an order that `Random` chooses, so that a result which depends on it shows.
 #include <cstdlib>
 #include <cstring>
 #include <functional>
+#include <memory>
 #include <numeric>
 #include <vector>
 
@@ -24,6 +27,7 @@ in an order that `Random` chooses, so that a result which depends on it shows.
 #endif
 
 #define __global__
+#define __shared__ static  // one block after the other
 
 struct Dim {
     unsigned int x = 0, y = 0, z = 0;
@@ -54,25 +58,32 @@ static void shuffle(std::vector<T>& values, Random& random) {
 
 class Warp {
   public:
-    enum Operation { ENDED, MATCH_ANY, BALLOT, SHFL, SHFL_UP, SHFL_DOWN };
+    enum Operation { ENDED, BARRIER, MATCH_ANY, BALLOT, SHFL, SHFL_UP, SHFL_DOWN };
 
-    // Run `body` in each of 32 lanes; threadIdx.x begins with that of lane 0.
-    void run(const std::function<void()>& body, unsigned int first_thread, Random& random) {
+    // Have each of 32 lanes begin with `body`; threadIdx.x begins with that of lane 0.
+    void begin(const std::function<void()>& body, unsigned int first_thread) {
         body_ = &body;
+        first_thread_ = first_thread;
+        for (Lane& lane : lanes_) lane.begins = true;
+    }
+
+    // Run until the lanes have ended or wait at a barrier, which it returns.
+    Operation run(Random& random) {
         std::vector<int> order(LANES);
         std::iota(order.begin(), order.end(), 0);
-        for (Lane& lane : lanes_) lane.begins = true;
-        for (bool over = false; !over;) {
+        running_ = this;
+        for (;;) {
             shuffle(order, random);
             for (int i : order) {
-                threadIdx.x = first_thread + i;
+                threadIdx.x = first_thread_ + i;
                 resume(lanes_[i]);
             }
+            const Operation operation = lanes_[0].operation;
             for (const Lane& lane : lanes_) {
-                if (lane.operation != lanes_[0].operation) fail("lanes came to different places");
+                if (lane.operation != operation) fail("lanes came to different places");
             }
-            over = lanes_[0].operation == ENDED;
-            if (!over) finish();
+            if (operation == ENDED || operation == BARRIER) return operation;
+            finish();
         }
     }
 
@@ -87,14 +98,11 @@ class Warp {
         return lane.result;
     }
 
-    static Warp& current() {
-        static Warp warp;
-        return warp;
-    }
+    static Warp& current() { return *running_; }
 
   private:
     static constexpr int LANES = 32;
-    static constexpr size_t STACK_BYTES = 1 << 18;
+    static constexpr size_t STACK_BYTES = 1 << 17;
 
     struct Lane {
         ucontext_t context;
@@ -174,8 +182,11 @@ class Warp {
         }
     }
 
+    static inline Warp* running_ = nullptr;
+
     Lane lanes_[LANES];
     Lane* current_ = nullptr;
+    unsigned int first_thread_ = 0;
     const std::function<void()>* body_ = nullptr;
     ucontext_t scheduler_;
     const void* stack_ = nullptr;
@@ -186,17 +197,32 @@ class Warp {
 static void run_warps(int64_t grid, int threads, uint64_t seed, const std::function<void()>& body) {
     if (threads % 32 != 0) fail("a block of other than whole warps");
     Random random{seed * 2654435761u + 88172645463325252u};
-    std::vector<int64_t> warps(grid * (threads / 32));
-    std::iota(warps.begin(), warps.end(), 0);
-    shuffle(warps, random);
+    static std::vector<std::unique_ptr<Warp>> warps;  // of a block
+    while (warps.size() < static_cast<size_t>(threads / 32)) {
+        warps.push_back(std::make_unique<Warp>());
+    }
+    std::vector<int64_t> blocks(grid);
+    std::iota(blocks.begin(), blocks.end(), 0);
+    shuffle(blocks, random);
     gridDim.x = static_cast<unsigned int>(grid);
     blockDim.x = threads;
     blockDim.y = 1;
-    for (int64_t warp : warps) {
-        blockIdx.x = static_cast<unsigned int>(warp / (threads / 32));
-        Warp::current().run(body, warp % (threads / 32) * 32, random);
+    for (int64_t block : blocks) {
+        blockIdx.x = static_cast<unsigned int>(block);
+        std::vector<int> order(threads / 32);
+        std::iota(order.begin(), order.end(), 0);
+        for (int w : order) warps[w]->begin(body, 32 * w);
+        for (bool over = false; !over;) {
+            shuffle(order, random);
+            int num_ended = 0;
+            for (int w : order) num_ended += warps[w]->run(random) == Warp::ENDED;
+            over = num_ended == threads / 32;
+            if (num_ended > 0 && !over) fail("a warp ended while others wait at a barrier");
+        }
     }
 }
+
+static void __syncthreads() { Warp::current().meet(Warp::BARRIER, 0xFFFFFFFFu, 0, 0); }
 
 // --- operations of a warp
 

@@ -2,6 +2,7 @@
 
 import ctypes
 import importlib
+import re
 import shutil
 import subprocess
 import sys
@@ -181,6 +182,28 @@ def test_decodes_every_code_under_every_scale(host, name):
     values[np.isnan(values)] = np.uint32(0x7FC00000).view(np.float32)
     want = reference.dequantize(payload, scales[:, None], wire, 32)
     assert_rows_equal((values,), (want,))
+
+
+@pytest.mark.parametrize("name", ["mxfp4", "mxfp8"])
+def test_adds_every_code_under_every_scale_up_to_the_last_exact_one(host, name):
+    """To zeros, to other sums near and far, and to those that leave nothing."""
+    wire, rng = WireFormat(name), np.random.default_rng(1)
+    text = (cuda_kernels.FOLDER / "formats.cuh").read_text()
+    last = int(re.search(r"LAST_EXACT_SCALE = (\d+);", text)[1])
+    every = np.arange(256, dtype=np.uint8).reshape(-1, wire.payload_bytes(32))
+    payload = np.tile(every, (last + 1, 1))
+    scales = np.repeat(np.arange(last + 1, dtype=np.uint8), len(every))
+    values = reference.dequantize(payload, scales[:, None], wire, 32)
+    mantissas = rng.integers(0, 1 << 24, values.shape) << 8  # and signs
+    exponents = np.clip(scales[:, None] + rng.integers(-30, 31, values.shape), 0, 253)
+    others = (mantissas & 0x807FFFFF | exponents << 23).astype(np.uint32).view(np.float32)
+    for start in (np.zeros_like(values), others, -values):
+        got = start + np.float32(0)  # no sum is -0
+        want = got + values
+        call(getattr(host, f"add_{name}"), payload, scales, len(payload), got)
+        for sums in (got, want):
+            sums[np.isnan(sums)] = np.uint32(0x7FC00000).view(np.float32)
+        assert_rows_equal((got,), (want,))
 
 
 def test_rounds_any_float32_to_bf16(host):

@@ -36,6 +36,7 @@ class Shape:
         max_lanes: threads along one row.
         ahead: rows that a reduce loads before it adds the first.
         max_registers: of a thread; 0 leaves them to the compiler.
+        block_rows: rows of a thread block with one warp along them; 0 leaves that to `threads`.
         many: the shape for many rows, if that is another one.
     """
 
@@ -45,6 +46,7 @@ class Shape:
     max_lanes: int = 512
     ahead: int = 4
     max_registers: int = 0
+    block_rows: int = 0
     many: Shape | None = None
 
     def options(self) -> cuda_kernels.Options:
@@ -55,6 +57,7 @@ class Shape:
 
 
 # By kernel and options; of those that fit the one with the most options counts.
+BLOCK_ROWS = 32  # of thread blocks in which scales by column wait; cuda/to_fp8_rows.cu
 SHAPES = {
     ("quantize_rows",): Shape(32, max_lanes=256),
     ("quantize_rows", "-DWIRE=WIRE_BF16"): Shape(8),
@@ -64,16 +67,28 @@ SHAPES = {
         32, unroll=2, max_lanes=32, many=Shape(32, unroll=3, max_lanes=256, max_registers=56)
     ),
     ("to_fp8_rows",): Shape(32, max_lanes=256),
-    ("to_fp8_rows", "-DCOLUMN_SCALES=1"): Shape(16, unroll=2),
+    ("to_fp8_rows", "-DCOLUMN_SCALES=1", "-DWIRE=WIRE_MXFP4"): Shape(32, unroll=2, max_lanes=64),
+    ("to_fp8_rows", "-DCOLUMN_SCALES=1", "-DWIRE=WIRE_BF16"): Shape(
+        16, unroll=2, block_rows=BLOCK_ROWS
+    ),
     ("to_bf16_rows",): Shape(16, max_lanes=256),
     ("dequantize",): Shape(8, max_lanes=256),
     ("weighted_reduce",): Shape(16, max_lanes=64, ahead=2),
-    ("weighted_reduce", "-DWIRE=WIRE_MXFP4"): Shape(32, max_lanes=32, ahead=1),
+    ("weighted_reduce", "-DWIRE=WIRE_MXFP4"): Shape(
+        32, threads=64, max_lanes=32, ahead=2, max_registers=80
+    ),
     ("final_reduce",): Shape(16, max_lanes=128, ahead=2),
+    ("final_reduce", "-DWIRE=WIRE_MXFP4"): Shape(
+        32,
+        max_lanes=32,
+        ahead=2,
+        max_registers=64,
+        many=Shape(32, unroll=4, max_lanes=32, ahead=3),
+    ),
 }
 MANY = 40_000_000  # elements from which on `Shape.many` is the faster one
 
-BLOCK_ROWS = 32  # of a thread block that writes scales by column; cuda/to_fp8_rows.cu
+SCALE_ROWS, SCALE_GROUPS = 64, 8  # of a thread block that writes scales by column; likewise
 PADDING_BLOCKS = 16  # thread blocks an expert that zero its padding; cuda/rows.cuh
 COLUMN_LANES = 8  # cuda/to_fp8_columns.cu
 COLUMN_SHAPES = {  # columns and rows of a thread, thread blocks a multiprocessor, there
@@ -143,13 +158,17 @@ def to_fp8_rows(
     out_scales = torch.empty(shape, dtype=torch.float32, device=device)
     row_stride, group_stride = (1, num_out) if by_column else (groups, 1)
     slot_rows, padding, num_slots, num_experts = _slots(layout)
+    others = num_experts * PADDING_BLOCKS
+    if by_column and wire.name != "bf16":
+        others += -(-num_out // SCALE_ROWS) * -(-groups // SCALE_GROUPS)
     _launch_rows(
         "to_fp8_rows",
         wire_options(wire, COLUMN_SCALES=int(by_column)),
-        (num_rows, hidden, num_experts),
+        (num_rows, hidden, others),
         payload,
         scales,
         slot_rows,
+        None if layout is None else layout.row_source,
         *padding,
         out,
         out_scales,
@@ -181,7 +200,7 @@ def to_bf16_rows(
     _launch_rows(
         "to_bf16_rows",
         wire_options(wire, WEIGHTED=0 if row_weights is None else 1),
-        (num_rows, hidden, num_experts),
+        (num_rows, hidden, num_experts * PADDING_BLOCKS),
         payload,
         scales,
         slot_rows,
@@ -388,27 +407,26 @@ def _launch_rows(
     Args:
         name: of the kernel.
         options: of its compiler, without those of its `Shape`.
-        work: rows, hidden, and experts with padding if the kernel zeroes that.
+        work: rows, hidden, and how many thread blocks the kernel has for other than rows.
         args: the kernel's; the first is a tensor.
 
     Example: 7168 elements in pieces of 32 are 224 pieces: a thread block has 7 warps, one row.
     """
-    num_rows, hidden, *num_experts = work
+    num_rows, hidden, *others = work
     if num_rows == 0:
         return
-    by_column = "-DCOLUMN_SCALES=1" in options
     shape = _shape(name, options)
     if shape.many and num_rows * hidden >= MANY:
         shape = shape.many
     num_pieces = hidden // shape.piece
-    if by_column:
-        lanes, rows = 32, BLOCK_ROWS // shape.unroll
+    if shape.block_rows:
+        lanes, rows = 32, shape.block_rows // shape.unroll
     else:
         chunks = -(-num_pieces // shape.max_lanes)
         lanes = -(-num_pieces // (32 * chunks)) * 32  # whole warps a row
         rows = max(1, shape.threads // lanes)
     chunks = -(-num_pieces // lanes)
-    grid = -(-num_rows // (rows * shape.unroll)) * chunks + sum(num_experts) * PADDING_BLOCKS
+    grid = -(-num_rows // (rows * shape.unroll)) * chunks + sum(others)
     values = [np.int32(chunks) if arg is CHUNKS else arg for arg in args]
     cuda_kernels.launch(name, (*options, *shape.options()), grid, (lanes, rows), *values)
 

@@ -15,7 +15,7 @@ from fp4comm.routing import Placement, RoutePlan, route_slot_bytes
 
 CHUNK_TOKENS = 32  # of a warp that plans; cuda/experts.cuh
 CHUNK_SLOTS = 128  # of a warp that finds what arrived; cuda/routing.cuh
-WARPS = 4  # of a thread block
+WARPS = 8  # of a thread block
 INDICES = {torch.int32: ("-DINDEX=int",), torch.int64: ("-DINDEX=i64",)}
 
 

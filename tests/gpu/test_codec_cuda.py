@@ -255,9 +255,11 @@ def random_places(num_tokens, num_rows, most, seed=10):
     )
 
 
+@pytest.mark.parametrize("many", [0, cuda.MANY], ids=["many", "few"])
 @pytest.mark.parametrize(("hidden", "most"), [(32, 3), (160, 3), (2880, 8), (7168, 9)])
 @by_wire
-def test_final_reduce_as_the_reference(wire, hidden, most):
+def test_final_reduce_as_the_reference(wire, hidden, most, many, monkeypatch):
+    monkeypatch.setattr(cuda, "MANY", many)
     payload, scales = any_wire_rows(wire, hidden)
     plan = random_places(130, len(payload), most)
     got = cuda.final_reduce(*device_rows(payload, scales), wire, hidden, to_cuda(plan))
