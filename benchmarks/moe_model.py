@@ -16,14 +16,14 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from fp4comm import AllToAll, Precision
+from fp4comm import AllToAll, Precision, experts
 from fp4comm.bench.run import gather
 from fp4comm.routing import Placement
 from fp4comm.transport import Transport
 
 VOCABULARY = 256  # bytes
 PLAIN = "plain"  # BF16 rows on arrival, kept by torch's autograd
-CACHES = (PLAIN,)
+CACHES = (PLAIN, *experts.CACHES)
 SCALE = 0.02  # standard deviation of initial weights
 ROTARY_BASE = 10000.0
 GROUPED_MM_ROWS = 128  # expert_alignment on a GPU
@@ -129,25 +129,52 @@ class Routed:
     counts: torch.Tensor
 
 
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """Where experts are.
+
+    Attributes:
+        numbers: of the experts of this rank.
+        owners: ``[experts]`` int64, rank of each expert.
+        ranks: ``[num_ranks]`` int64, their numbers.
+    """
+
+    numbers: range
+    owners: torch.Tensor
+    ranks: torch.Tensor
+
+    @classmethod
+    def of(cls, num_experts: int, group: Transport, device: torch.device) -> Place:
+        """Spread experts as `AllToAll` does."""
+        offsets = Placement(num_experts, group.num_ranks).offsets
+        numbers = range(int(offsets[group.rank]), int(offsets[group.rank + 1]))
+        ranks = torch.arange(group.num_ranks, device=device)
+        held = torch.from_numpy(np.diff(offsets)).to(device)
+        return cls(numbers, ranks.repeat_interleave(held), ranks)
+
+
 class Experts(nn.Module):
     """Router and SwiGLU experts of one layer.
 
-    With cache "plain" rows arrive as BF16 and torch's autograd keeps what it needs of them.
+    With cache "plain" rows arrive as BF16, products are in BF16 (float32 on a CPU), and torch's
+    autograd keeps what it needs; other caches are those of `fp4comm.experts.swiglu`, whose products
+    are in FP8 where the GPU has them.
     """
 
     def __init__(
-        self, shape: Shape, start: Start, name: str, a2a: AllToAll, numbers: range, cache: str
+        self, shape: Shape, start: Start, name: str, a2a: AllToAll, place: Place, cache: str
     ) -> None:
-        """Draw the weights, of the experts with these numbers."""
+        """Draw the weights of the experts that this rank holds."""
         super().__init__()
         hidden, inner = shape.hidden, shape.expert_hidden
         out_scale = SCALE / (2 * shape.layers) ** 0.5
         self.topk, self.cache, self.a2a = shape.topk, cache, a2a
         self.norm = start.ones(hidden)
         self.router = start.weight(f"{name} router", shape.experts, hidden)
-        self.gate_up = start.experts(f"{name} gate_up", numbers, 2 * inner, hidden)
-        self.down = start.experts(f"{name} down", numbers, hidden, inner, scale=out_scale)
-        self.wire_rows = np.zeros(2, np.int64)  # that came while training: all, from other ranks
+        self.gate_up = start.experts(f"{name} gate_up", place.numbers, 2 * inner, hidden)
+        self.down = start.experts(f"{name} down", place.numbers, hidden, inner, scale=out_scale)
+        self.owners = place.owners
+        self.wire_rows = torch.zeros_like(place.ranks)  # sent while training, to each rank
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, Routed]:
         """``[tokens, hidden]`` to the same."""
@@ -159,11 +186,17 @@ class Experts(nn.Module):
         chosen = idx.flatten()
         counts = torch.zeros_like(self.router[:, 0], dtype=torch.int64)
         counts = counts.scatter_add(0, chosen, torch.ones_like(chosen))
-        return self._plain(x, idx, weights), Routed(probabilities.sum(dim=0), counts)
+        if torch.is_grad_enabled():
+            self._count_wire_rows(idx)
+        routed = Routed(probabilities.sum(dim=0), counts)
+        if self.cache == PLAIN:
+            return self._plain(x.bfloat16(), idx, weights), routed
+        layer = self.gate_up, self.down
+        y = experts.swiglu(self.a2a, x.bfloat16(), idx, weights, *layer, cache=self.cache)
+        return y, routed
 
     def _plain(self, x: torch.Tensor, idx: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        d = self.a2a.dispatch(x.bfloat16(), idx, weights)
-        self._count(d.handle.layout.recv_splits)
+        d = self.a2a.dispatch(x, idx, weights)
         assert d.rows is not None
         rows = d.rows if d.rows.is_cuda else d.rows.float()  # BF16 products are slow on most CPUs
         ends = d.expert_offsets[1:].int()
@@ -174,11 +207,10 @@ class Experts(nn.Module):
         out = grouped_linear(inner.to(rows.dtype), self.down, ends)
         return self.a2a.combine(out.bfloat16(), d.handle, weighted=False)
 
-    def _count(self, recv_splits: np.ndarray) -> None:
-        if torch.is_grad_enabled():
-            all_rows = int(recv_splits.sum())
-            own_rows = int(recv_splits[self.a2a._transport.rank])
-            self.wire_rows += [all_rows, all_rows - own_rows]
+    def _count_wire_rows(self, idx: torch.Tensor) -> None:
+        """A token goes once to each rank that holds one of its experts."""
+        goes = idx.new_zeros((len(idx), len(self.wire_rows)))
+        self.wire_rows += goes.scatter(1, self.owners[idx], 1).sum(dim=0)
 
 
 def grouped_linear(rows: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
@@ -229,13 +261,12 @@ class LanguageModel(nn.Module):
             expert_alignment=GROUPED_MM_ROWS if device.type == "cuda" else 1,
             timeout_s=group.timeout_s,
         )
-        offsets = Placement(shape.experts, group.num_ranks).offsets
-        numbers = range(int(offsets[group.rank]), int(offsets[group.rank + 1]))
+        place = Place.of(shape.experts, group, device)
         start, layers = Start(seed, device), range(shape.layers)
         self.embedding = start.weight("embedding", VOCABULARY, shape.hidden)
         self.attention = nn.ModuleList(Attention(shape, start, f"layer {n}") for n in layers)
         self.experts = nn.ModuleList(
-            Experts(shape, start, f"layer {n}", a2a, numbers, cache) for n in layers
+            Experts(shape, start, f"layer {n}", a2a, place, cache) for n in layers
         )
         self.norm = start.ones(shape.hidden)
         self.head = start.weight("head", VOCABULARY, shape.hidden)
@@ -244,9 +275,9 @@ class LanguageModel(nn.Module):
     def forward(self, text: torch.Tensor) -> Outputs:
         """Predict each byte of ``[sequences, length + 1]`` from those before it."""
         x, routed = F.embedding(text[:, :-1], self.embedding), []
-        for attention, experts in zip(self.attention, self.experts, strict=True):
+        for attention, moe in zip(self.attention, self.experts, strict=True):
             x = x + attention(x, self.angles)
-            y, of_layer = experts(x.flatten(0, 1))
+            y, of_layer = moe(x.flatten(0, 1))
             x = x + y.view_as(x)
             routed.append(of_layer)
         logits = F.linear(rms_norm(x, self.norm), self.head).flatten(0, 1)
@@ -261,10 +292,10 @@ class LanguageModel(nn.Module):
         """Those that this rank alone holds."""
         return (p for name, p in self.named_parameters() if is_of_expert(name))
 
-    def wire_rows(self) -> np.ndarray:
-        """Wire rows that came to this rank while training: all, and those from other ranks."""
-        layers = (layer for layer in self.modules() if isinstance(layer, Experts))
-        return np.sum([layer.wire_rows for layer in layers], axis=0)
+    def wire_rows(self) -> list[int]:
+        """Wire rows that this rank sent to each while training."""
+        layers = [layer.wire_rows for layer in self.modules() if isinstance(layer, Experts)]
+        return torch.stack(layers).sum(dim=0).tolist()
 
 
 def is_of_expert(name: str) -> bool:

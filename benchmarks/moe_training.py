@@ -56,7 +56,7 @@ class Preset:
 
 PRESETS = {
     "tiny": Preset(Shape(2, 64, 2, 4, 2, 32, 32), 4, 3e-3, 4, 2, 8),
-    "cpu": Preset(Shape(2, 128, 4, 8, 2, 128, 128), 16, 3e-3, 150, 6, 64),
+    "cpu": Preset(Shape(2, 128, 4, 8, 2, 128, 128), 16, 1e-3, 150, 6, 64),
     "h200": Preset(Shape(8, 1024, 16, 64, 8, 256, 1024), 32, 6e-4, 500, 10, 512),
 }
 WARMUP, LAST_RATE = 0.1, 0.1  # share of the steps that the rate rises; its last value, relative
@@ -186,9 +186,9 @@ class Training:
                 done = f"step {step + 1} of {steps}, held-out loss {validation[-1][1]:.4f}"
                 bar.console.print(f"{self.case.name}: {done}")
             bar.update(task, advance=1, loss=losses[-1])
-        mine = [float(peak_bytes(self.device)), *map(float, self.model.wire_rows())]
-        ranks = of_all(self.group, *mine, statistics.median(times[min(UNTIMED_STEPS, steps - 1) :]))
-        step_s = ranks[:, 3].max()
+        median_s = statistics.median(times[min(UNTIMED_STEPS, steps - 1) :])
+        ranks = of_all(self.group, median_s, peak_bytes(self.device), *self.model.wire_rows())
+        step_s, wire_rows = ranks[:, 0].max(), ranks[:, 2:]
         train_every = math.ceil(steps / CURVE_POINTS)
         cuts = range(0, steps, train_every)
         return Run(
@@ -198,9 +198,9 @@ class Training:
             steps=steps,
             step_ms=1e3 * step_s,
             tokens_per_s=self.num_tokens / step_s,
-            peak_bytes=int(ranks[:, 0].max()),
-            sent_bytes=self.sent_bytes(ranks[:, 1].sum() / steps),
-            sent_to_others_bytes=self.sent_bytes(ranks[:, 2].sum() / steps),
+            peak_bytes=int(ranks[:, 1].max()),
+            sent_bytes=self.sent_bytes(wire_rows.sum() / steps),
+            sent_to_others_bytes=self.sent_bytes((wire_rows.sum() - wire_rows.trace()) / steps),
             train_every=train_every,
             train_loss=[statistics.mean(losses[cut : cut + train_every]) for cut in cuts],
             validation=validation,

@@ -137,16 +137,19 @@ class AllToAll:
 
         Rows arrive expert-major, see `Dispatched`.  An expert twice in a token makes two rows.
         On a GPU the work is queued on the current stream; the host waits for the counts alone.
+        With ``arrive="bf16"`` it is differentiable, straight through the quantization: gradients of
+        ``rows`` and ``row_weights`` come back to x and topk_weights, in their dtypes.  Backward
+        passes are collective too: all ranks make them, in the same order.
 
         Args:
             x: ``[T, hidden]`` bfloat16, or a pair of float8_e4m3fn codes ``[T, hidden]`` and
                 float32 scales ``[T, ceil(hidden / 128)]``; any strides; T may be 0 and differ
-                between ranks.
+                between ranks.  Under autocast float32 and float16 are cast.
             topk_idx: ``[T, K]`` int32 or int64 expert, or -1 for none; K the same on all ranks.
             topk_weights: ``[T, K]``, any float dtype, kept in float32; travels with the rows, for
                 combine.  None, on all ranks: ones, and nothing travels.
             handle: of an earlier dispatch, instead of the two: same routing and weights again,
-                without plan and counts.
+                without plan and counts; the weights are detached.
             async_op: return when the exchange is under way, beside which the current stream goes
                 on; on the CPU it is over by then.
 
@@ -154,9 +157,10 @@ class AllToAll:
             `Dispatched`; with async_op a `Pending`, whose ``wait()`` returns it.
 
         Raises:
-            ValueError, TypeError, RuntimeError: on all ranks alike, naming rank and argument;
-                nothing was sent and the object stays usable.  With a handle: on the rank with the
-                mistake; its peers are stopped, and the transport is broken.
+            ValueError, TypeError, RuntimeError: on all ranks alike, naming rank and argument, also
+                if only some ranks want gradients, or if they are wanted of rows that do not arrive
+                as BF16; nothing was sent and the object stays usable.  With a handle: on the rank
+                with the mistake; its peers are stopped, and the transport is broken.
             TimeoutError: naming rank, phase and peer, if one does not come within ``timeout_s``.
 
         Bytes a wire row: `WireFormat.row_bytes`, at hidden 7168 3808 in mxfp4 and 14336 in bf16;
@@ -191,13 +195,15 @@ class AllToAll:
 
         On the experts' rank the slots of a wire row are weighted and summed in float32, by
         ascending slot; the sum travels in the combine wire format; at the source the ranks' rows
-        are summed in float32, by ascending rank, and rounded to BF16.
+        are summed in float32, by ascending rank, and rounded to BF16.  It is differentiable; the
+        gradient of y goes to the experts' ranks in the wire format combine_grad.
 
         Args:
             expert_out: ``[M, hidden]`` bfloat16, what the experts made of the dispatched rows;
                 padding rows are not read.
             handle: of the dispatch.
-            weighted: multiply by the routing weights; False sums as they are.
+            weighted: multiply by the routing weights, and keep expert_out if those want a gradient;
+                False sums as they are, and keeps nothing.
             async_op: as for `dispatch`.
 
         Returns:

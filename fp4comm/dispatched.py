@@ -50,7 +50,8 @@ class Dispatched:
     They are ordered by source rank, then token, then slot; rows between segments are padding.
 
     Attributes:
-        rows: ``[M, hidden]`` float8_e4m3fn or bfloat16; zero in padding; None if packed.
+        rows: ``[M, hidden]`` float8_e4m3fn or bfloat16; zero in padding; None if packed.  In
+            bfloat16 differentiable, as row_weights are.
         scales: ``[M, ceil(hidden / 128)]`` float32, 1 in padding; None unless fp8.
         row_weights: ``[M]`` float32, the routing weight of each expert row; 0 in padding.
         num_rows: ``[local experts]`` int64 on x's device: live rows of each.

@@ -37,10 +37,10 @@ def text(tmp_path_factory):
     return Text(folder, 100)
 
 
-def train(text, num_ranks, policy="bf16"):
+def train(text, num_ranks, policy="bf16", cache="plain"):
     def on_rank(group):
         with Progress(disable=True) as bar:
-            return Training(group, SETTINGS, text, Case(0, policy, "plain")).run(TINY.steps, bar)
+            return Training(group, SETTINGS, text, Case(0, policy, cache)).run(TINY.steps, bar)
 
     return run_local(num_ranks, on_rank)
 
@@ -130,6 +130,14 @@ def test_bytes_sent_are_those_of_the_rows(text):
     assert set(run.sent_to_others_bytes.values()) == {0}
     spread, _ = train(text, 2, "mxfp4")
     assert 0 < spread.sent_to_others_bytes["combine"] < spread.sent_bytes["combine"]
+
+
+@pytest.mark.parametrize("cache", ["packed", "bf16", "recompute"])
+def test_expert_layers_train_like_plain_ones_with_each_cache(text, cache):
+    (plain,), (layer,) = train(text, 1, "mxfp4"), train(text, 1, "mxfp4", cache)
+    assert layer.sent_bytes == plain.sent_bytes
+    assert layer.train_loss == pytest.approx(plain.train_loss, rel=2e-3)
+    assert layer.final_loss == pytest.approx(plain.final_loss, rel=2e-3)
 
 
 def test_a_loss_that_is_not_finite_is_an_error_on_every_rank(text, monkeypatch):
