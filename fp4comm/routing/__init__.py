@@ -210,7 +210,7 @@ def tile_table(num_rows_list: list[int], offsets: np.ndarray) -> np.ndarray:
     Returns:
         int64: first expert row of each tile, the end of the last one, then live rows of each tile.
     """
-    num_rows = np.array(num_rows_list)
+    num_rows = np.array(num_rows_list, np.int64)
     tiles = -(-num_rows // TILE_ROWS)
     expert = np.repeat(np.arange(len(num_rows)), tiles)
     idx = np.arange(len(expert)) - np.repeat(np.cumsum(tiles) - tiles, tiles)

@@ -4,6 +4,7 @@ Ranks that are threads share a GPU, and so autograd's one thread for it: there e
 thread of its own.  Ranks with NCCL: test_nccl_ranks.py.
 """
 
+import gc
 import itertools
 import weakref
 
@@ -178,6 +179,7 @@ def test_grd_16_no_grad_keeps_no_memory():
     with torch.no_grad():
         call()
         on_device.synchronize()
+        gc.collect()  # what earlier tests left
         before = allocated()
         for _ in range(200):
             call()
