@@ -393,10 +393,10 @@ def main(
                 click.echo(
                     f"{row['op']:66} {row['median_ms']:9.4f}   {row['ours_times_faster']:.1f}x ours"
                 )
+        if json_path:
+            content = {"gpu": torch.cuda.get_device_name(), **machine.everything(), "rows": rows}
+            Path(json_path).write_text(json.dumps(content, indent=1) + "\n")
     num_wrong = sum(r.get("wrong", 0) for r in rows)
-    if json_path:
-        content = {"gpu": torch.cuda.get_device_name(), **machine.everything(), "rows": rows}
-        Path(json_path).write_text(json.dumps(content, indent=1) + "\n")
     click.echo(f"# wrong rows: {num_wrong} {'OK' if num_wrong == 0 else 'FAILED'}")
     raise SystemExit(num_wrong > 0)
 
