@@ -29,7 +29,6 @@ import torch
 
 from fp4comm import WireFormat, launch, machine, reference, routing
 from fp4comm.codec import cuda
-from fp4comm.formats import TILE_ROWS
 
 WIRES = [WireFormat(name) for name in ("mxfp4", "mxfp8", "fp8", "bf16")]
 SHAPES = ("4096x7168", "24576x2048", "32768x7168", "128x7168")
@@ -201,7 +200,7 @@ def arrival_cases(x: torch.Tensor) -> Iterator[Case]:
         yield Case(name, wire, run, moved, check)
         columns_run = functools.partial(cuda.to_fp8_columns, *parts, layout)
         check = functools.partial(wrong_columns, parts, host_layout)
-        num_tiles = sum(-(-n // TILE_ROWS) for n in layout.num_rows_list)
+        num_tiles = len(layout.tiles) // 2
         moved = read + source.nbytes + num_out * hidden + 4 * num_tiles * hidden
         yield Case("to_fp8_columns", wire, columns_run, moved, check)
         bf16_run = functools.partial(cuda.to_bf16_rows, *parts, layout)

@@ -83,7 +83,7 @@ def _writable(context: click.Context, parameter: click.Parameter, value: Path | 
     except OSError as error:
         raise click.BadParameter(f"cannot be written: {error.strerror}") from error
     if not existed:
-        value.unlink()
+        value.unlink(missing_ok=True)  # other ranks try it too
     return value
 
 

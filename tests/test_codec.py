@@ -11,7 +11,7 @@ import pytest
 import torch
 from numeric_cases import CASES, DECODE_CASES, FP8_CASES
 
-from fp4comm import PackedRows, WireFormat, quantize, reference
+from fp4comm import PackedRows, WireFormat, quantize, reference, routing
 from fp4comm.codec import cpu, threads
 
 WIRES = [
@@ -116,6 +116,7 @@ def random_layout(num_rows, num_topk, num_experts, alignment, seed=0):
         num_rows_list=counts.tolist(),
         expert_offsets_array=offsets,
         padding=torch.from_numpy(padding),
+        tiles=torch.from_numpy(routing.tile_table(counts, offsets)),
         slot_rows=torch.from_numpy(slot_rows),
         weights=torch.from_numpy(weights),
         row_source=torch.from_numpy(source.astype(np.int32)),

@@ -195,10 +195,10 @@ def to_fp8_columns(
     """
     if layout is None:
         num_rows, row_source = payload.shape[0], _range(payload.shape[0])
-        tiles = tile_table([num_rows], np.array([0, num_rows]))
+        tiles = tile_table(np.array([num_rows]), np.array([0, num_rows]))
     else:
         num_rows, row_source = layout.num_expert_rows, layout.row_source.numpy()
-        tiles = tile_table(layout.num_rows_list, layout.expert_offsets_array)
+        tiles = layout.tiles.numpy()
     num_tiles = len(tiles) // 2
     out = empty((hidden, num_rows), np.uint8)
     out_scales = empty((num_tiles, hidden), np.float32)

@@ -247,11 +247,11 @@ def to_fp8_columns(
     device, num_rows = payload.device, payload.shape[0]
     if layout is None:
         num_out, sources = num_rows, None
-        table = tile_table([num_rows], np.array([0, num_rows]))
+        live = np.array([num_rows])
+        [tiles] = upload(device, tile_table(live, np.array([0, num_rows])))
     else:
-        num_out, sources = layout.num_expert_rows, layout.row_source
-        table = tile_table(layout.num_rows_list, layout.expert_offsets_array)
-    num_tiles, [tiles] = len(table) // 2, upload(device, table)
+        num_out, sources, tiles = layout.num_expert_rows, layout.row_source, layout.tiles
+    num_tiles = len(tiles) // 2
     out = torch.empty((hidden, num_out), dtype=torch.uint8, device=device)
     out_scales = torch.empty((num_tiles, hidden), dtype=torch.float32, device=device)
     piece, rows, _ = COLUMN_SHAPES[wire.name]

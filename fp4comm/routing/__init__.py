@@ -100,6 +100,8 @@ class ExpertLayout:
         expert_offsets: the same, a tensor.
         padding: ``[2, local experts]`` int64, first padding row of each expert and the row behind
             its last.
+        tiles: ``[2 * tiles + 1]`` int64: first row of each tile of `tile_table`, M, then live rows
+            of each tile.
         slot_rows: ``[n, K]`` int32, expert row of each slot of each wire row, or -1.
         weights: ``[n, K]`` float32, or None where the call had none.
         row_weights: ``[M]`` float32, the weight of each expert row; 0 in padding.
@@ -112,6 +114,7 @@ class ExpertLayout:
     expert_offsets_array: np.ndarray
     expert_offsets: torch.Tensor
     padding: torch.Tensor
+    tiles: torch.Tensor
     slot_rows: torch.Tensor
     weights: torch.Tensor | None
     row_weights: torch.Tensor
@@ -180,7 +183,8 @@ def expert_layout(
     ends = np.cumsum(num_rows)
     shifts = offsets[:-1] - (ends - num_rows)  # from a live row's number to its expert row
     padding = np.concatenate([offsets[:-1] + num_rows, offsets[1:]])
-    shifts, *uploaded = upload(route.device, shifts, num_rows, offsets, padding)
+    tables = shifts, num_rows, offsets, padding, tile_table(num_rows, offsets)
+    shifts, *uploaded = upload(route.device, *tables)
     filled = _of(route.device).fill_layout(route, num_topk, shifts, int(offsets[-1]))
     return ExpertLayout(
         recv_splits=recv_splits,
@@ -189,6 +193,7 @@ def expert_layout(
         expert_offsets_array=offsets,
         expert_offsets=uploaded[1],
         padding=uploaded[2].view(2, -1),
+        tiles=uploaded[3],
         **filled,
     )
 
@@ -200,23 +205,18 @@ def expert_offsets(num_rows: np.ndarray, alignment: int) -> np.ndarray:
     return offsets
 
 
-def tile_table(num_rows_list: list[int], offsets: np.ndarray) -> np.ndarray:
+def tile_table(num_rows: np.ndarray, offsets: np.ndarray) -> np.ndarray:
     """Tiles of 128 expert rows, which restart at each expert: ``ceil(n_e / 128)`` each.
-
-    Args:
-        num_rows_list: live rows of each expert.
-        offsets: where the segment of each begins and the last one ends.
 
     Returns:
         int64: first expert row of each tile, the end of the last one, then live rows of each tile.
     """
-    num_rows = np.array(num_rows_list, np.int64)
     tiles = -(-num_rows // TILE_ROWS)
-    expert = np.repeat(np.arange(len(num_rows)), tiles)
-    idx = np.arange(len(expert)) - np.repeat(np.cumsum(tiles) - tiles, tiles)
-    starts = offsets[expert] + idx * TILE_ROWS
-    rows = np.minimum(num_rows[expert] - idx * TILE_ROWS, TILE_ROWS)
-    return np.concatenate([starts, offsets[-1:], rows]).astype(np.int64)
+    in_front = np.cumsum(tiles) - tiles
+    starts = np.repeat(offsets[:-1] - in_front * TILE_ROWS, tiles)
+    starts += np.arange(len(starts)) * TILE_ROWS
+    ends = np.repeat(offsets[:-1] + num_rows, tiles)
+    return np.concatenate([starts, offsets[-1:], np.minimum(ends - starts, TILE_ROWS)])
 
 
 def upload(device: torch.device, *tables: np.ndarray) -> list[torch.Tensor]:

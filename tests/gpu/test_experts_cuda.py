@@ -13,7 +13,6 @@ from on_device import to
 
 from fp4comm import experts, products, quantize, transport
 from fp4comm.products import Operand
-from fp4comm.routing import tile_table
 
 DEVICE = on_device.DEVICE
 ALIGNMENT = 128
@@ -84,8 +83,7 @@ def values_of_columns(operand, layout):
     values = torch.zeros(codes.shape, device=DEVICE)
     starts = range(0, codes.shape[1], 128)  # segments are of one tile or several
     if operand.layout is not None:
-        table = tile_table(layout.num_rows_list, layout.expert_offsets_array)
-        starts = table[: len(scales)].tolist()
+        starts = layout.tiles[: len(scales)].tolist()
     for tile, start in zip(scales, starts, strict=True):
         part = slice(start, start + 128)
         values[:, part] = codes[:, part].float() * tile[:, None]
