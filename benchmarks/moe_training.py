@@ -187,8 +187,10 @@ class Training:
                 bar.console.print(f"{self.case.name}: {done}")
             bar.update(task, advance=1, loss=losses[-1])
         median_s = statistics.median(times[min(UNTIMED_STEPS, steps - 1) :])
-        ranks = of_all(self.group, median_s, peak_bytes(self.device), *self.model.wire_rows())
-        step_s, wire_rows = ranks[:, 0].max(), ranks[:, 2:]
+        mine = (sum(times), median_s, peak_bytes(self.device), *self.model.wire_rows())
+        ranks = of_all(self.group, *mine)
+        train_s, step_s, peak = ranks[:, :3].max(axis=0)
+        wire_rows = ranks[:, 3:]
         train_every = math.ceil(steps / CURVE_POINTS)
         cuts = range(0, steps, train_every)
         return Run(
@@ -196,9 +198,10 @@ class Training:
             ranks=self.group.num_ranks,
             sitting=0,
             steps=steps,
+            train_s=train_s,
             step_ms=1e3 * step_s,
             tokens_per_s=self.num_tokens / step_s,
-            peak_bytes=int(ranks[:, 1].max()),
+            peak_bytes=int(peak),
             sent_bytes=self.sent_bytes(wire_rows.sum() / steps),
             sent_to_others_bytes=self.sent_bytes((wire_rows.sum() - wire_rows.trace()) / steps),
             train_every=train_every,
