@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import threading
 import weakref
 
 import numpy as np
@@ -597,7 +598,7 @@ def test_ranks_that_do_different_things_are_told(name):
 @pytest.mark.parametrize("part", ["dispatch", "combine"])
 def test_a_failure_inside_a_backward_stops_the_peers(part):
     """Rank 1 cannot get back what was kept, as when it is out of memory."""
-    case = Case("fails")
+    case, forward_is_over = Case("fails"), threading.Barrier(3)
 
     def on_rank(t):
         x, idx, weights, dy = inputs(case, t.rank)
@@ -613,6 +614,7 @@ def test_a_failure_inside_a_backward_stops_the_peers(part):
             d = layer.dispatch(x.requires_grad_(), idx, weights.requires_grad_())
         with here["combine"]:
             y = layer.combine(d.rows, d.handle)
+        forward_is_over.wait(30)
         with pytest.raises(Exception, match="nothing left") as caught:
             y.backward(dy)
         text = f"stopped by rank 1: {part} backward: MemoryError: nothing left"
