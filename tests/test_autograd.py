@@ -11,6 +11,7 @@ import ranks
 import torch
 from gradients import (
     CASES,
+    SOME_CASES,
     Case,
     apply_experts,
     check_gradients,
@@ -41,7 +42,7 @@ def test_gradients_on_threads(case, num_ranks):
 def test_gradients_under_mpirun():
     run = ranks.mpirun(3, "gradients.py", "mpi", timeout=120)
     ranks.passed(run)
-    assert run.stdout.count(f"{len(CASES)} cases right") == 3, ranks.report(run)
+    assert run.stdout.count(f"{len(SOME_CASES)} cases right") == 3, ranks.report(run)
 
 
 def test_gradients_on_torch_distributed():
