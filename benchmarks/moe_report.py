@@ -24,6 +24,7 @@ class Run:
     Attributes:
         policy, cache: names of the wire formats, and of what the experts keep for backward.
         sitting: which of `Results.sittings` it belongs to.
+        train_s: of all steps together, compilation included, evaluation not.
         step_ms: median over all steps but the first few; tokens_per_s follows from it.
         peak_bytes: of the process that took most: allocated on its GPU, else resident.
         sent_bytes: by pass, of all ranks in a mean step, what a rank sends itself included.
@@ -38,6 +39,7 @@ class Run:
     ranks: int
     sitting: int
     steps: int
+    train_s: float
     step_ms: float
     tokens_per_s: float
     peak_bytes: int

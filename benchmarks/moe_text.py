@@ -14,6 +14,7 @@ from fp4comm.bench.run import gather
 from fp4comm.transport import Transport
 
 HELD_OUT = 20  # one byte in so many
+INSTALLED = {"site-packages", "dist-packages"}  # no part of the standard library
 
 
 class Text:
@@ -53,7 +54,7 @@ def contents(folder: Path | None) -> Iterator[bytes]:
     """Read the files of a text."""
     root = Path(sysconfig.get_path("stdlib")) if folder is None else folder
     for file in sorted(root.rglob("*.py" if folder is None else "*")):
-        installed = folder is None and "site-packages" in file.relative_to(root).parts
+        installed = folder is None and INSTALLED & set(file.relative_to(root).parts)
         if file.is_file() and not installed and b"\0" not in (content := file.read_bytes()):
             yield content
 

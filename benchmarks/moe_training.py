@@ -56,10 +56,10 @@ class Preset:
 
 PRESETS = {
     "tiny": Preset(Shape(2, 64, 2, 4, 2, 32, 32), 4, 3e-3, 4, 2, 8),
-    "cpu": Preset(Shape(2, 128, 4, 8, 2, 128, 128), 16, 1e-3, 150, 6, 64),
-    "h200": Preset(Shape(8, 1024, 16, 64, 8, 256, 1024), 32, 6e-4, 500, 10, 512),
+    "cpu": Preset(Shape(2, 128, 4, 8, 2, 128, 128), 16, 7e-4, 150, 6, 64),
+    "h200": Preset(Shape(8, 1024, 16, 64, 8, 256, 1024), 32, 4e-4, 500, 10, 512),
 }
-WARMUP, LAST_RATE = 0.1, 0.1  # share of the steps that the rate rises; its last value, relative
+WARMUP, LAST_RATE = 0.2, 0.1  # share of the steps that the rate rises; its last value, relative
 BETAS, WEIGHT_DECAY, MAX_NORM = (0.9, 0.95), 0.1, 1.0
 BALANCE = 0.01  # weight of the load-balancing loss
 UNTIMED_STEPS = 3  # that compile, at most
@@ -187,8 +187,10 @@ class Training:
                 bar.console.print(f"{self.case.name}: {done}")
             bar.update(task, advance=1, loss=losses[-1])
         median_s = statistics.median(times[min(UNTIMED_STEPS, steps - 1) :])
-        ranks = of_all(self.group, median_s, peak_bytes(self.device), *self.model.wire_rows())
-        step_s, wire_rows = ranks[:, 0].max(), ranks[:, 2:]
+        mine = (sum(times), median_s, peak_bytes(self.device), *self.model.wire_rows())
+        ranks = of_all(self.group, *mine)
+        train_s, step_s, peak = ranks[:, :3].max(axis=0)
+        wire_rows = ranks[:, 3:]
         train_every = math.ceil(steps / CURVE_POINTS)
         cuts = range(0, steps, train_every)
         return Run(
@@ -196,9 +198,10 @@ class Training:
             ranks=self.group.num_ranks,
             sitting=0,
             steps=steps,
+            train_s=train_s,
             step_ms=1e3 * step_s,
             tokens_per_s=self.num_tokens / step_s,
-            peak_bytes=int(ranks[:, 1].max()),
+            peak_bytes=int(peak),
             sent_bytes=self.sent_bytes(wire_rows.sum() / steps),
             sent_to_others_bytes=self.sent_bytes((wire_rows.sum() - wire_rows.trace()) / steps),
             train_every=train_every,

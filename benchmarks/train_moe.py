@@ -15,7 +15,7 @@ reverse order, so that other ranks hold them.
 Losses are means over bytes, in nats; the last twentieth of each file is held out.  Times are those
 of training steps alone.  Bytes are of wire rows with their routes and weights' gradients, of all
 ranks together.  The JSON file is written after each run.  Files of several sittings go together if
-model, text, batches and steps are the same.
+model, text, batches and steps are the same.  Linux; PyTorch 2.10 or newer (grouped_mm).
 """
 
 from __future__ import annotations

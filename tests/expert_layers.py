@@ -94,3 +94,4 @@ CASES = [
     Case("no tokens at all", tokens=(0,)),
     Case("fewer experts than ranks", num_experts=1),
 ]
+SOME_CASES = CASES[::3]  # for processes, which take longer

@@ -64,6 +64,8 @@ CASES = [
       for weighted in (True, False)),
 ]  # fmt: skip
 
+SOME_CASES = CASES[::3]  # for processes, which take longer
+
 
 def inputs(case, rank):
     """Make x, topk_idx, topk_weights and dy of a rank."""

@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import threading
 import weakref
 
 import numpy as np
@@ -10,6 +11,7 @@ import ranks
 import torch
 from gradients import (
     CASES,
+    SOME_CASES,
     Case,
     apply_experts,
     check_gradients,
@@ -40,7 +42,7 @@ def test_gradients_on_threads(case, num_ranks):
 def test_gradients_under_mpirun():
     run = ranks.mpirun(3, "gradients.py", "mpi", timeout=120)
     ranks.passed(run)
-    assert run.stdout.count(f"{len(CASES)} cases right") == 3, ranks.report(run)
+    assert run.stdout.count(f"{len(SOME_CASES)} cases right") == 3, ranks.report(run)
 
 
 def test_gradients_on_torch_distributed():
@@ -597,7 +599,7 @@ def test_ranks_that_do_different_things_are_told(name):
 @pytest.mark.parametrize("part", ["dispatch", "combine"])
 def test_a_failure_inside_a_backward_stops_the_peers(part):
     """Rank 1 cannot get back what was kept, as when it is out of memory."""
-    case = Case("fails")
+    case, forward_is_over = Case("fails"), threading.Barrier(3)
 
     def on_rank(t):
         x, idx, weights, dy = inputs(case, t.rank)
@@ -613,6 +615,7 @@ def test_a_failure_inside_a_backward_stops_the_peers(part):
             d = layer.dispatch(x.requires_grad_(), idx, weights.requires_grad_())
         with here["combine"]:
             y = layer.combine(d.rows, d.handle)
+        forward_is_over.wait(30)
         with pytest.raises(Exception, match="nothing left") as caught:
             y.backward(dy)
         text = f"stopped by rank 1: {part} backward: MemoryError: nothing left"

@@ -191,7 +191,7 @@ def test_another_text_on_a_rank_is_an_error_on_all(tmp_path):
 def made(policy, seed, losses, num_ranks=1, cache="plain"):
     sent = dict.fromkeys(("dispatch", "combine", "dispatch_grad", "combine_grad"), 1e6)
     validation = list(zip((10, 20), losses, strict=True))
-    speed = (20, 5.0, 1000.0, 10**6)
+    speed = (20, 0.2, 5.0, 1000.0, 10**6)
     return Run(seed, policy, cache, num_ranks, 0, *speed, sent, sent, 1, [3.0, 2.0], validation)
 
 
