@@ -1,4 +1,4 @@
-"""The command line: ``fp4comm info | demo | bench``."""
+"""The command line: ``fp4comm info | demo | bench | plan``."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch
 from click.core import ParameterSource
 from rich.console import Console
 
-from fp4comm import agreement, launch, machine, transport
+from fp4comm import agreement, launch, machine, topology, transport
 from fp4comm._version import __version__
 from fp4comm.bench import report as bench_report
 from fp4comm.bench.report import Environment, Place
@@ -23,12 +23,15 @@ from fp4comm.bench.rows import Report
 from fp4comm.bench.run import DEVICES, Settings, measure
 from fp4comm.bench.workload import Recorded, Synthetic, Workload
 from fp4comm.formats import FORMATS
+from fp4comm.predict import plan as predicting
+from fp4comm.predict import report as predict_report
 from fp4comm.transport import Transport
 
 DEMO_RANKS, BENCH_RANKS = 4, 2  # threads of this process, where no launcher started any
 DEMO_FILES = [machine.CHECKOUT / "tests" / "data" / f"layer{n}.safetensors" for n in (0, 1, 7)]
 SYNTHETIC = {"tokens": 1024, "hidden": 2048, "experts": 64, "topk": 8}  # defaults without --data
 TABLE_COLUMNS = 110
+PLAN_COLUMNS = 160
 
 Option = Callable[[Callable[..., Any]], Callable[..., Any]]
 
@@ -255,6 +258,69 @@ def _demo_inputs(options: dict[str, Any], num_ranks: int) -> Workload:
             " are in the repository, not in the installed package; clone it, or give --data FILE)"
         )
     return Recorded(files, num_ranks)
+
+
+@cli.command()
+@click.option(
+    "--topology",
+    "topology_name",
+    required=True,
+    metavar="NAME|FILE",
+    help=f"A preset ({', '.join(topology.presets())}) or a TOML file.",
+)
+@click.option("--nodes", type=int, help="[default: 1, or all that the file lists]")
+@click.option("--ranks-per-node", type=int, help="Fewer than the topology has.")
+@click.option(
+    "--tokens", type=click.IntRange(1), default=4096, show_default=True, help="Of a rank."
+)
+@click.option("--hidden", type=int, default=7168, show_default=True, help="Elements of a token.")
+@click.option("--experts", type=int, help="Of all ranks.  [default: 256, or as --routing has]")
+@click.option("--topk", type=int, help="Experts of a token.  [default: 8, or as --routing has]")
+@click.option(
+    "--wire",
+    multiple=True,
+    help=f"Wire formats of dispatch; repeat or separate by commas.  [default: {','.join(FORMATS)}]",
+)
+@click.option("--combine", default="bf16", show_default=True, help="Its wire format, or same.")
+@click.option("--arrive", default="fp8", show_default=True, help="fp8, bf16 or packed.")
+@click.option(
+    "--route",
+    type=click.Choice(("both", "flat", "two-hop")),
+    default="both",
+    show_default=True,
+    help="two-hop: once to each node, there once to each rank.",
+)
+@click.option("--skew", default="0", show_default=True, help="As bench takes it.")
+@click.option(
+    "--node-limit",
+    type=click.IntRange(1),
+    help="Most nodes that a token's experts are on (DeepSeek-V3: 4).",
+)
+@click.option("--seed", type=int, default=0, show_default=True)
+@click.option(
+    "--routing",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Real routing instead: topk_idx [T, K] in a .npy or safetensors file.",
+)
+@json_option
+def plan(**options: Any) -> None:
+    """Predict dispatch and combine on a cluster: by wire format and route, and what limits them."""
+    if launch.launched_rank() != 0:
+        return
+    try:
+        predicted = predicting.plan_of(options)
+    except ValueError as error:
+        raise UserError(str(error)) from error
+    rows = predicted.rows()
+    click.echo("\n".join(predict_report.header_lines(predicted)))
+    console = Console(width=PLAN_COLUMNS, color_system=None, highlight=False)
+    console.print(predict_report.table(rows))
+    click.echo("\n".join(predict_report.notes(predicted)))
+    if options["json_file"] is not None:
+        arguments = {n: v.name if isinstance(v, Path) else v for n, v in options.items()}
+        arguments["topology_name"] = Path(options["topology_name"]).name
+        bench_report.write_json(options["json_file"], predict_report.as_json(predicted, arguments))
 
 
 def _run(
