@@ -16,7 +16,7 @@ import click
 import numpy as np
 
 from fp4comm.formats import FORMATS, WireFormat
-from fp4comm.topology import CALLS, KERNELS
+from fp4comm.topology import CALLS, KERNELS, entry
 
 RESULTS = Path(__file__).with_name("results")
 FOLDER = Path(__file__).resolve().parents[1] / "topologies" / "codec"
@@ -133,17 +133,11 @@ def ns(value: float) -> str:
 def as_toml(title: str, numbers: dict[str, Number]) -> str:
     """Write the tables of a codec file."""
     lines = [f"# {title}", "# Written by benchmarks/codec_shares.py.", "", "[calls]"]
-    lines += [entry(name, numbers[f"calls.{name}"]) for name in CALLS]
+    lines += [entry(name, *numbers[f"calls.{name}"]) for name in CALLS]
     for kernel in KERNELS:
         lines += ["", f"[kernels.{kernel}]"]
-        lines += [entry(wire, numbers[f"kernels.{kernel}.{wire}"]) for wire in FORMATS]
+        lines += [entry(wire, *numbers[f"kernels.{kernel}.{wire}"]) for wire in FORMATS]
     return "\n".join(lines) + "\n"
-
-
-def entry(key: str, number: Number) -> str:
-    """Write a quantity with its source."""
-    value, source = (json.dumps(part, ensure_ascii=False) for part in number)
-    return f"{key} = {{ value = {value}, source = {source} }}"
 
 
 FILES = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import datetime
 import os
 import platform
 import sys
@@ -17,7 +18,9 @@ from rich.console import Console
 
 from fp4comm import agreement, launch, machine, topology, transport
 from fp4comm._version import __version__
+from fp4comm.bench import calibration_file
 from fp4comm.bench import report as bench_report
+from fp4comm.bench.calibrate import Calibration, calibrate
 from fp4comm.bench.report import Environment, Place
 from fp4comm.bench.rows import Report
 from fp4comm.bench.run import DEVICES, Settings, measure
@@ -99,6 +102,7 @@ json_option = click.option(
     help="Also write everything to this file.",
 )
 
+CALIBRATE_OPTIONS = ("topology_file", "transport_name", "device", "ranks", "timeout_s")
 RUN_SETTINGS = ("warmup", "iterations", "timeout_s", "device")
 RUN_OPTIONS: tuple[Option, ...] = (
     click.option(
@@ -190,6 +194,14 @@ def info(json_file: Path | None) -> None:
     help="Also measure a plain all-to-all of BF16 rows, one copy per expert.",
 )
 @click.option("--check-all", is_flag=True, help="Check the contents of all rows, not of a sample.")
+@click.option(
+    "--calibrate",
+    "topology_file",
+    type=click.Path(dir_okay=False, writable=True, path_type=Path),
+    callback=_writable,
+    metavar="FILE",
+    help="Measure links and kernels instead, and write them here as a topology for plan.",
+)
 @run_options(warmup=5, iterations=20)
 @click.pass_context
 def bench(context: click.Context, **options: Any) -> None:
@@ -198,6 +210,9 @@ def bench(context: click.Context, **options: Any) -> None:
     Under mpirun or torchrun on their ranks; alone on --ranks threads of this process.
     """
     names = ("combine", "arrive", "alignment", "check_all", "plain", *RUN_SETTINGS)
+    if options["topology_file"] is not None:
+        _calibrate(context)
+        return
 
     def settings() -> Settings:
         wires = [wire for text in options["wire"] for wire in text.split(",")]
@@ -210,6 +225,43 @@ def bench(context: click.Context, **options: Any) -> None:
         click.echo("\n".join([*lines, bench_report.verdict_line(report)]))
 
     _run(context, BENCH_RANKS, settings, lambda ranks: _bench_inputs(options, ranks), show)
+
+
+def _calibrate(context: click.Context) -> None:
+    """Measure links and kernels on all ranks, and write the topology on one."""
+    options = context.params
+    for option in context.command.params:
+        given = context.get_parameter_source(str(option.name)) is ParameterSource.COMMANDLINE
+        if given and option.name not in CALIBRATE_OPTIONS:
+            raise click.UsageError(f"calibrate: expected without {option.opts[0]}")
+
+    def on_rank(group: Transport) -> tuple[Environment, Calibration]:
+        environment = _environment(context, group)
+        nodes = [f"{place.host} {place.nccl_host}" for place in environment.places]
+        progress = _progress if group.rank == 0 else _no_progress
+        device, timeout_s = options["device"], options["timeout_s"]
+        return environment, calibrate(group, nodes, device, timeout_s, progress)
+
+    try:
+        (environment, found), prints = launch.run(
+            options["transport_name"],
+            options["ranks"],
+            BENCH_RANKS,
+            options["timeout_s"],
+            on_rank,
+            options["device"],
+        )
+    except launch.LaunchedRankError as error:
+        raise UserError(str(error), error.is_reporter) from error
+    if prints:
+        file, machine_ = options["topology_file"], environment.machine
+        devices = machine_["cuda_devices"] if options["device"] == "cuda" else [machine_["cpu"]]
+        description = f"{environment.num_ranks} ranks, {devices[0]}, {environment.transport}"
+        at = f"{datetime.date.today().isoformat()} with {environment.transport}"
+        file.write_text(calibration_file.as_toml(found, file.stem, description, at))
+        topology.load(file)
+        click.echo("\n".join([*calibration_file.summary_lines(found), f"# written: {file}"]))
+        sys.stdout.flush()
 
 
 def _bench_inputs(options: dict[str, Any], num_ranks: int) -> Workload:

@@ -8,6 +8,7 @@ every key of `SCHEMA` must be there; topologies/README.md explains them one by o
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 import re
 import sys
@@ -26,6 +27,7 @@ else:
 
 FOLDER = Path(__file__).resolve().parent / "topologies"  # in a checkout a link
 MOST_RANKS = 16384  # that predictions are made for
+MOST_SHARE = 2.0  # of a copy, that a kernel reaches: caches may help
 DEVICES = ("cpu", "cuda")
 DUPLEX = ("full", "half")
 BANDWIDTH_UNITS = {  # in GB/s = 10^9 B/s
@@ -73,7 +75,7 @@ def _time(value: Any) -> float | None:
 
 def _share(value: Any) -> float | None:
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return float(value) if is_number and 0 < value <= 2 else None
+    return float(value) if is_number and 0 < value <= MOST_SHARE else None
 
 
 def _count(value: Any) -> int | None:
@@ -270,7 +272,21 @@ class Places:
         return len(self.node)
 
 
-# Reading
+# Reading and writing
+
+
+def entry(key: str, value: Any, source: str | None = None) -> str:
+    """Write a key: a plain value, or a quantity with its source.
+
+    Example:
+        >>> entry("latency", "5 us", "measured")
+        'latency = { value = "5 us", source = "measured" }'
+    """
+    # JSON's strings, numbers and lists are TOML's, but for characters behind U+FFFF as ASCII.
+    text = json.dumps(value, ensure_ascii=False)
+    if source is None:
+        return f"{key} = {text}"
+    return f"{key} = {{ value = {text}, source = {json.dumps(source, ensure_ascii=False)} }}"
 
 
 def presets() -> list[str]:
