@@ -16,6 +16,7 @@ import dataclasses
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -25,7 +26,7 @@ from typing import Any
 
 import click
 from switched_hosts import run_on_hosts, switched_hosts
-from two_hosts import Link, check_usable
+from two_hosts import Link, check_usable, stop
 
 from fp4comm import machine, topology
 from fp4comm.bench import report as bench_report
@@ -46,6 +47,10 @@ class Case:
     topk: int
     skew: str
     arrive: str
+
+    def scaled(self, share: float) -> Case:
+        """The same with a share of the tokens, for slow links."""
+        return dataclasses.replace(self, tokens=max(1, round(share * self.tokens)))
 
     @property
     def options(self) -> list[str]:
@@ -127,6 +132,7 @@ def line(row: dict[str, Any]) -> str:
 @click.option("--mtu", default=1500, show_default=True)
 @click.option("--burst-kib", default=256, show_default=True, help="Of the token bucket.")
 @click.option("--cases", default=len(CASES), show_default=True, help="The first so many.")
+@click.option("--share", default=1.0, show_default=True, help="Of the tokens, for slow links.")
 @click.option("--json", "json_file", type=click.Path(dir_okay=False, path_type=Path))
 def main(
     gbit: float,
@@ -135,6 +141,7 @@ def main(
     mtu: int,
     burst_kib: int,
     cases: int,
+    share: float,
     json_file: Path | None,
 ) -> None:
     """Calibrate, measure the cases and compare."""
@@ -145,6 +152,7 @@ def main(
         names = []
         if gbit:
             check_usable()
+            signal.signal(signal.SIGTERM, stop)
             names = stack.enter_context(switched_hosts(hosts, link))
 
         def run(*arguments: str) -> None:
@@ -156,7 +164,7 @@ def main(
 
         calibrated = folder / "calibrated.toml"
         run("--calibrate", str(calibrated))
-        for case in CASES[:cases]:
+        for case in [case.scaled(share) for case in CASES[:cases]]:
             result = folder / "result.json"
             run(*case.options, "--json", str(result))
             measured = json.loads(result.read_text())["rows"]

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 from two_hosts import INTERFACE, LAST_WORDS_S, PREFIX, Link, remove, run
 
@@ -23,6 +25,7 @@ MASTER_PORT = 29557
 @contextlib.contextmanager
 def switched_hosts(num_hosts: int, link: Link) -> Iterator[list[str]]:
     """Make hosts and their switch, and take them down again, processes in them included."""
+    remove_leftovers()
     switch = f"{PREFIX}-{os.getpid()}-switch"
     hosts = [f"{PREFIX}-{os.getpid()}-host{n}" for n in range(num_hosts)]
     try:
@@ -43,6 +46,14 @@ def switched_hosts(num_hosts: int, link: Link) -> Iterator[list[str]]:
     finally:
         for name in (*hosts, switch):
             remove(name)
+
+
+def remove_leftovers() -> None:
+    """Take down the namespaces of runs that are gone."""
+    for line in run("ip netns list").splitlines():
+        name = re.match(rf"{PREFIX}-(\d+)-(switch|host\d+)\b", line)
+        if name is not None and not Path(f"/proc/{name[1]}").exists():
+            remove(name[0])
 
 
 def run_on_hosts(hosts: Sequence[str], ranks_per_host: int, arguments: Sequence[str]) -> str:

@@ -8,6 +8,7 @@ every key of `SCHEMA` must be there; topologies/README.md explains them one by o
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import json
 import math
 import re
@@ -127,6 +128,7 @@ CODEC_SCHEMA = {
     **{f"calls.{name}": TIME for name in CALLS},
     **{f"kernels.{name}.{wire}": SHARE for name in KERNELS for wire in FORMATS},
 }
+QUANTITY = ("value", "source")
 WORDS = ("name", "description", "device", "local.name", "network.name")  # plain strings
 OPTIONAL = ("codec", "local.carries_network", "network.duplex")
 
@@ -356,7 +358,8 @@ class _File:
         known = dict.fromkeys((*schema, *others), "")
         for key in _keys(self.content, known):
             if key not in known:
-                raise self.error(key, "no such key", self.get(key))
+                close = difflib.get_close_matches(key, known, 1, 0.0)[0]
+                raise self.error(key, f"a known key, such as {close}", key)
         return {key: self._number(key, kind) for key, kind in schema.items()}
 
     def _number(self, key: str, kind: Kind) -> tuple[Any, str]:
@@ -365,8 +368,8 @@ class _File:
             expected = f'{{ value = ..., source = "..." }} with {kind.expected}'
             raise self.error(key, expected, entry)
         for part in entry:
-            if part not in ("value", "source"):
-                raise self.error(f"{key}.{part}", "no such key", entry[part])
+            if part not in QUANTITY:
+                raise self.error(f"{key}.{part}", f"one of {', '.join(QUANTITY)}", part)
         number = kind.parse(entry.get("value"))
         if number is None:
             raise self.error(f"{key}.value", kind.expected, entry.get("value"))
@@ -390,7 +393,7 @@ def _keys(table: dict[str, Any], known: Mapping[str, Any], prefix: str = "") -> 
     found: list[str] = []
     for name, value in table.items():
         key = f"{prefix}{name}"
-        is_leaf = key in known or not isinstance(value, dict)
+        is_leaf = key in known or not isinstance(value, dict) or set(value) & set(QUANTITY)
         found += [key] if is_leaf else _keys(value, known, f"{key}.")
     return found
 

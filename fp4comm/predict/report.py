@@ -142,7 +142,7 @@ def as_json(plan: Plan, arguments: dict[str, Any]) -> dict[str, Any]:
             rival: {
                 "dispatch_gain": plan.gain(rival),
                 "round_gain": plan.gain(rival, whole_round=True),
-                "pays": plan.gain(rival) >= LEAST_GAIN,
+                "pays": bool(plan.gain(rival) >= LEAST_GAIN),
                 "pays_from_tokens": plan.pays_from(rival),
             }
             for rival in RIVALS
