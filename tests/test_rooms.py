@@ -23,6 +23,8 @@ ALLOWED = {
     "eager": set(),
     "gpu": set(),
     "texts": set(),
+    "topology": {"formats"},
+    "predict": {"all_to_all", "bench", "check", "formats", "predict", "routing", "topology"},
     "cuda_kernels": {"gpu"},
     "routing": {"check", "cuda_kernels", "formats", "routing"},
     "transport": {"gpu", "texts", "transport"},

@@ -4,6 +4,7 @@ import dataclasses
 import importlib.util
 import itertools
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -377,7 +378,7 @@ def test_plan_prints_a_table_and_writes_json(tmp_path):
         *("--experts", 256, "--topk", 8, "--json", file),
     )
     assert result.exit_code == 0, result.output
-    assert "64 ranks on 8 nodes of 8" in result.output
+    assert "64 ranks, nodes: 8 of 8" in result.output
     assert "mxfp4: two-hop is the faster route" in result.output
     assert "mxfp4 pays against bf16" in result.output
     content = json.loads(file.read_text())
@@ -433,6 +434,13 @@ def test_the_tables_against_published_figures_are_current():
     assert published.tables() in published.README.read_text()
 
 
+def test_the_readme_shows_what_plan_prints():
+    readme = (ranks.ROOT / "README.md").read_text()
+    command = re.search(r"^fp4comm (plan --topology hgx.*)$", readme, re.M)[1]
+    result = run(*command.split())
+    assert f"```\n{result.output}```" in readme
+
+
 def test_presets_are_in_the_wheel(tmp_path):
     """Built from a copy, since setuptools writes into the folder that it builds from."""
     copy = tmp_path / "copy"
@@ -480,7 +488,7 @@ def test_calibrate_writes_a_topology_that_plan_takes(tmp_path, monkeypatch):
     assert all("measured" in s or "latency" in s for s in found.sources.values())
     planned = run("plan", "--topology", file, "--tokens", 64, "--experts", 16, "--hidden", 256)
     assert planned.exit_code == 0, planned.output
-    assert "2 ranks on 1 nodes" in planned.output
+    assert "2 ranks, nodes: 1 of 2" in planned.output
     refused = run("plan", "--topology", file, "--nodes", 2)
     assert "nodes: expected 1..1 (topology here), got 2" in refused.output
 
