@@ -16,7 +16,8 @@ import click
 import numpy as np
 
 from fp4comm.formats import FORMATS, WireFormat
-from fp4comm.topology import CALLS, KERNELS, entry
+from fp4comm.quantities import entry
+from fp4comm.topology import CALLS, KERNELS
 
 RESULTS = Path(__file__).with_name("results")
 FOLDER = Path(__file__).resolve().parents[1] / "topologies" / "codec"

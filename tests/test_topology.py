@@ -16,7 +16,7 @@ import pytest
 import ranks
 from click.testing import CliRunner
 
-from fp4comm import topology
+from fp4comm import quantities, topology
 from fp4comm.bench import calibrate
 from fp4comm.bench.workload import Synthetic, distinct_experts, zipf_popularity
 from fp4comm.cli import cli
@@ -96,19 +96,19 @@ def test_presets_are_there():
     [("400 Gbit/s", 50.0), ("26.6 GB/s", 26.6), ("1Tbit/s", 125.0), ("250 MB/s", 0.25)],
 )
 def test_bandwidths(text, gbs):
-    assert topology.BANDWIDTH.parse(text) == pytest.approx(gbs)
+    assert quantities.BANDWIDTH.parse(text) == pytest.approx(gbs)
 
 
 @pytest.mark.parametrize(("text", "us"), [("5 us", 5.0), ("300 ns", 0.3), ("1.5ms", 1500.0)])
 def test_times(text, us):
-    assert topology.TIME.parse(text) == pytest.approx(us)
+    assert quantities.TIME.parse(text) == pytest.approx(us)
 
 
 @pytest.mark.parametrize(
     "text", ["400", "400 Gb/s", "400 GBit/s", "-1 GB/s", "0 GB/s", "1.2.3 GB/s", 5, "5 us"]
 )
 def test_bandwidths_that_are_refused(text):
-    assert topology.BANDWIDTH.parse(text) is None
+    assert quantities.BANDWIDTH.parse(text) is None
 
 
 CODEC = 'codec = "codec/h200.toml"'
@@ -119,7 +119,7 @@ MISTAKES = [
     ("value = 8,", "value = 8.5,", "node.ranks.value: expected a whole"),
     ("[memory]", "[memori]", "memori.bandwidth: expected a known key, such as memory.bandwidth"),
     ("latency = ", "latencies = ", "local.latencies: expected a known key, such as local.latency"),
-    ("{ value = 8,", "{ valeu = 8,", "node.ranks.valeu: expected one of value, source"),
+    ("{ value = 8,", "{ values = 8,", "node.ranks.values: expected one of value, source"),
     ('device = "cuda"', 'device = "gpu"', "device: expected one of cpu, cuda, got 'gpu'"),
     ('name = "NVLink 4"\n', "", "local.name: expected a text, got nothing"),
     (CODEC, 'codec = "none.toml"', "none.toml: expected a topology"),

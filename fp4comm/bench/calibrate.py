@@ -23,13 +23,15 @@ from fp4comm.bench.workload import Synthetic
 from fp4comm.dispatched import Dispatched
 from fp4comm.formats import FORMATS, FP8_BLOCK, WireFormat
 from fp4comm.precision import Precision
-from fp4comm.topology import KERNELS, MOST_SHARE
+from fp4comm.quantities import MOST_SHARE
+from fp4comm.topology import KERNELS
 from fp4comm.transport import Transport
 
 TINY_BYTES = 64  # of a row that measures latency
 STREAMS = 3  # of a dispatch: payload, scales, route
-TARGET_S = 0.05  # that the larger of two exchanges should take
-STEP = 4  # between their sizes
+TARGET_S = 0.4  # that the larger of two exchanges should take: shaped links let bursts pass
+PAIR_TARGET_S = 0.05  # the same for pairs, of which there are many
+STEP = 2  # between their sizes
 FIRST_BYTES, MOST_BYTES = 1 << 18, 1 << 26  # of a rank in one exchange
 COPY_BYTES = 1 << 26
 REPEATS = 5
@@ -240,16 +242,16 @@ class Meter:
     def slope_gbs(self, peers: np.ndarray) -> float:
         """Bytes more of the busiest rank over the time that they take more."""
         most = int(peers.sum(axis=1).max())
-        large = self._large_bytes(peers, most)
+        large = self._large_bytes(peers, most, TARGET_S)
         small_us, large_us = (self.exchange_us(peers, n) for n in (large // STEP, large))
         more = most * (large - large // STEP)
         return more / max(large_us - small_us, 1e-3) / 1e3
 
-    def _large_bytes(self, peers: np.ndarray, most: int) -> int:
-        """Size for each peer by which an exchange takes about `TARGET_S`."""
+    def _large_bytes(self, peers: np.ndarray, most: int, target_s: float) -> int:
+        """Size for each peer by which an exchange takes about target_s."""
         num_bytes = max(FIRST_BYTES // most, STEP)
         while num_bytes * most < MOST_BYTES:
-            if self.exchange_us(peers, num_bytes, repeats=1) > TARGET_S * 1e6 / 2:
+            if self.exchange_us(peers, num_bytes, repeats=1) > target_s * 1e6 / 2:
                 break
             num_bytes *= 2
         return num_bytes
@@ -267,7 +269,7 @@ class Meter:
             peers = np.zeros((self._transport.num_ranks,) * 2, bool)
             for pair in round_:
                 peers[pair] = peers[pair[::-1]] = True
-            large = self._large_bytes(peers, 1)
+            large = self._large_bytes(peers, 1, PAIR_TARGET_S)
             us = [
                 self._by_rank(peers, num_bytes, repeats)
                 for num_bytes, repeats in (

@@ -9,7 +9,8 @@ import numpy as np
 
 from fp4comm.bench.calibrate import HIDDEN, TOKENS, TOPK, Calibration, LinkTimes
 from fp4comm.formats import FORMATS
-from fp4comm.topology import CALLS, KERNELS, entry
+from fp4comm.quantities import entry
+from fp4comm.topology import CALLS, KERNELS
 
 NOT_THERE = "not measured: {}; the same as the other link, and never used"
 SLOW_PAIR = 0.5  # of the median pair's bandwidth: worth a look
