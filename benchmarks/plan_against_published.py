@@ -7,6 +7,7 @@ Error is predicted over published less 1.  With --write the tables replace those
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,6 +22,7 @@ from fp4comm.predict import loads, spread, times
 from fp4comm.predict.times import Shape
 
 README = Path(__file__).resolve().parents[1] / "topologies" / "README.md"
+RESULTS = Path(__file__).with_name("results")
 MARKS = "<!-- tables -->\n", "<!-- end of tables -->"
 
 # FP8-Flow-MoE (arXiv 2511.02302): BF16 exchange on H100, ms by token-copies and hidden, then EP.
@@ -131,6 +133,26 @@ def gain_rows() -> Iterator[list[str]]:
         yield ["TensorRT-LLM, GB200, EP8", wire, *against(got, published)]
 
 
+def two_hosts_rows() -> Iterator[list[str]]:
+    """Whole calls between two network namespaces at 1 Gbit/s."""
+    content = json.loads((RESULTS / "two_hosts_1gbit.json").read_text())
+    sizes = [content["arguments"][name] for name in ("tokens", "hidden", "experts", "topk")]
+    tokens, hidden, _, topk = sizes
+    found, places = topology.load("cpu-1g"), topology.load("cpu-1g").places(2, 1)
+    spread_ = spread.synthetic(Synthetic(2, *sizes), places, None)
+    of_all = found, places, spread_, Shape(tokens, hidden, topk)
+    for row in content["rows"]:
+        wire = WireFormat(row["format"])
+        if row["op"] == "combine":
+            if row["dispatch"] != "bf16":
+                continue  # the same again
+            got = times.combine(*of_all, wire)
+        else:
+            got = times.dispatch(*of_all, wire, arrive=row["arrive"])
+        name = f"{row['op']}, {row['arrive']} rows"
+        yield [name, wire.name, *against(got.us / 1e3, row["time"]["median_us"] / 1e3)]
+
+
 def tables() -> str:
     """All of them."""
     lines = [
@@ -160,6 +182,12 @@ def tables() -> str:
         "Dispatch over that in BF16, times faster (TensorRT-LLM taken as 4096x7168, top-8 of 256):",
         "",
         *table(["what", "wire", "published", "predicted", "error"], list(gain_rows())),
+        "",
+        "Two network namespaces at 1 Gbit/s, `cpu-1g`, whole calls, ms"
+        " (`benchmarks/results/two_hosts_1gbit.json`; its",
+        "machine is also where the kernels and `network.reached` were measured):",
+        "",
+        *table(["what", "wire", "measured", "predicted", "error"], list(two_hosts_rows())),
     ]
     return "\n".join(lines) + "\n"
 

@@ -152,7 +152,7 @@ def test_a_number_without_a_source_is_refused(edited):
     [
         (["--topology", "nope"], "topology: expected a TOML file or one of cpu-10g"),
         (["--topology", "nope.toml"], "nope.toml: expected a topology, got none"),
-        (["--topology", "cpu-1g", "--nodes", 257], "nodes: expected 1..256 (topology cpu-1g)"),
+        (["--topology", "cpu-1g", "--nodes", 2049], "nodes: expected 1..2048 (topology cpu-1g)"),
         (["--topology", PRESET, "--ranks-per-node", 9], "ranks-per-node: expected 1..8"),
         (["--topology", PRESET, "--nodes", 0], "nodes: expected 1..2048"),
         (["--topology", PRESET, "--hidden", 33], "hidden: expected a multiple of 32"),
@@ -160,6 +160,8 @@ def test_a_number_without_a_source_is_refused(edited):
         (["--topology", PRESET, "--wire", "fp3"], "wire format: expected one of bf16"),
         (["--topology", PRESET, "--skew", "x"], "skew: expected a number"),
         (["--topology", PRESET, "--routing", "nope.npy"], "routing: expected a .npy"),
+        (["--topology", PRESET, "--nodes", 9, "--skew", "balanced", "--node-limit", 4],
+         "node-limit: expected none with skew balanced"),
         (["--topology", PRESET, "--tokens", 0], "0 is not in the range"),
         (["--topology", PRESET, "--nodes", 256, "--node-limit", 1, "--experts", 64, "--topk", 9],
          "node-limit: expected at least 9 experts"),
@@ -475,6 +477,7 @@ def test_nodes_are_counted_in_order():
 
 def test_calibrate_writes_a_topology_that_plan_takes(tmp_path, monkeypatch):
     monkeypatch.setattr(calibrate, "TARGET_S", 0.002)
+    monkeypatch.setattr(calibrate, "PAIR_TARGET_S", 0.002)
     monkeypatch.setattr(calibrate, "COPY_BYTES", 1 << 20)
     monkeypatch.setattr(calibrate, "TOKENS", {"cpu": (8, 64)})
     monkeypatch.setattr(calibrate, "REPEATS", 1)

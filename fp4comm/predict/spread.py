@@ -54,6 +54,8 @@ def synthetic(workload: Synthetic, places: Places, node_limit: int | None) -> Sp
     placement = Placement(workload.num_experts, places.num_ranks)
     if node_limit is not None and node_limit >= places.num_nodes:
         node_limit = None
+    if workload.skew == BALANCED and node_limit is not None:
+        raise ValueError(f"node-limit: expected none with skew {BALANCED}, got {node_limit}")
     if workload.skew == BALANCED:
         tokens = min(SAMPLE_TOKENS[1], max(1, SAMPLE_KEYS // workload.num_experts))
         idx = balanced_experts(tokens, workload.num_topk, placement, 0)
