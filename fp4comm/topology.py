@@ -126,7 +126,7 @@ class Topology:
 
         Args:
             num_nodes: None takes all that a list of ranks names, else one.
-            ranks_per_node: None takes the file's.
+            ranks_per_node: None takes the file's; fewer ranks have their share of the NICs.
 
         Raises:
             TopologyError: more nodes or ranks than the file describes.
@@ -137,14 +137,16 @@ class Topology:
         if not 0 < nodes <= most:
             raise self._misfit("nodes", f"1..{most}", nodes)
         sizes = np.array(self.ranks * nodes if listed is None else self.ranks[:nodes])
+        nics = self.nics
         if ranks_per_node is not None:
             if not 0 < ranks_per_node <= sizes.min():
                 expected = f"1..{sizes.min()} ranks of a node"
                 raise self._misfit("ranks-per-node", expected, ranks_per_node)
+            nics = -(-nics * ranks_per_node // int(sizes.min()))  # their share
             sizes = np.full(nodes, ranks_per_node)
         if sizes.sum() > MOST_RANKS:
             raise self._misfit("ranks", f"at most {MOST_RANKS}", sizes.sum())
-        return Places(sizes, self.nics)
+        return Places(sizes, nics)
 
     def check_ranks(self, sizes: list[int]) -> None:
         """Refuse ranks that stand otherwise than the file says.

@@ -185,6 +185,9 @@ def test_ranks_that_stand_otherwise_than_the_file_says():
 def test_ranks_share_nics_in_order():
     places = Places(np.array([4, 2]), 2)
     assert places.nic.tolist() == [0, 0, 1, 1, 2, 3]
+    found = topology.load(PRESET)
+    assert [found.places(2, n).nics for n in (8, 3, 1)] == [8, 3, 1]
+    assert [dataclasses.replace(found, nics=2).places(2, n).nics for n in (8, 3, 1)] == [2, 1, 1]
     assert Places(np.array([2]), 4).nics_a_rank.tolist() == [2, 2]
     assert places.index.tolist() == [0, 1, 2, 3, 0, 1]
 

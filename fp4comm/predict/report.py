@@ -22,7 +22,7 @@ def header_lines(plan: Plan) -> list[str]:
     return [
         f"{topology.name}: {topology.description}",
         f"{places.num_ranks} ranks, nodes: {places.num_nodes} of {per_node}, NICs of a node:"
-        f" {topology.nics}",
+        f" {places.nics}",
         f"local: {topology.local.name}, {topology.local.gbs:.4g} GB/s a rank; network:"
         f" {topology.network.name}, {topology.network.gbs:.4g} GB/s a NIC; each way, as exchanges"
         " reach them",
