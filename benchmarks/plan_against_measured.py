@@ -76,6 +76,7 @@ def predictions(case: Case, file: Path) -> Plan:
         "nodes": topology.load(file).most_nodes,
         "ranks_per_node": None,
         "combine": "bf16",
+        "alignment": 128,
         "route": "flat",
         "seed": 0,
         "node_limit": None,

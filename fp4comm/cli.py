@@ -335,6 +335,7 @@ def _demo_inputs(options: dict[str, Any], num_ranks: int) -> Workload:
 )
 @click.option("--combine", default="bf16", show_default=True, help="Its wire format, or same.")
 @click.option("--arrive", default="fp8", show_default=True, help="fp8, bf16 or packed.")
+@click.option("--alignment", type=int, default=128, show_default=True, help="Of expert segments.")
 @click.option(
     "--route",
     type=click.Choice(("both", "flat", "two-hop")),

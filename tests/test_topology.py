@@ -232,6 +232,15 @@ def test_spread_of_known_experts():
     assert got.slots.tolist() == [0.75, 0.25, 0, 0.25]
 
 
+def test_padding_of_expert_segments():
+    """Two experts a rank; of 1000 tokens in all each expert gets 250, of 2 less than one row."""
+    rows = spread.uniform(1, Placement(4, 2), Places(np.array([2]), 1))
+    assert rows.padded_rows(1000, 128) == pytest.approx([2 * (250 + 63.5)] * 2)
+    assert rows.padded_rows(100, 128) == pytest.approx([2 * 128] * 2)
+    assert rows.padded_rows(0, 128).tolist() == [0, 0]
+    assert rows.padded_rows(1000, 1) == pytest.approx([500] * 2)
+
+
 def test_balanced_goes_evenly():
     got = spread.synthetic(Synthetic(16, 1, 32, 128, 4, "balanced"), Places(np.full(4, 4), 1), None)
     np.testing.assert_allclose(got.slots, 0.25)
@@ -328,7 +337,7 @@ def test_parts_of_a_dispatch():
     found = simple(ranks=(2,), memory_gbs=4.0)
     places = Places(np.array([2]), 1)
     rows = spread.of_experts(np.array([[0, 2]]), Placement(4, 2), places, "")
-    got = times.dispatch(found, places, rows, Shape(1000, 128, 2), WireFormat("mxfp4"))
+    got = times.dispatch(found, places, rows, Shape(1000, 128, 2, 1), WireFormat("mxfp4"))
     row = 64 + 4
     assert got.parts_us["quantize"] == pytest.approx(1000 * (256 + 2 * row) / 4e3)
     assert got.parts_us["exchange"] == pytest.approx(1000 * (row + 12) / 100e3)

@@ -350,7 +350,7 @@ class _Kernels:
         idx, weights = map(torch.from_numpy, work.routing(self._transport.rank))
         x = torch.randn(tokens, hidden).bfloat16()
         inputs = tuple(part.to(self._device) for part in (x, idx, weights))
-        rows, slots = self._arrivals(work, inputs, wire)
+        rows, slots, padded = self._arrivals(work, inputs, wire)
         sent = tokens * 2 * hidden + rows * wire.row_bytes(hidden)
         arrived = rows * wire.row_bytes(hidden)
         fp8_row = hidden + 4 * -(-hidden // FP8_BLOCK)
@@ -361,7 +361,7 @@ class _Kernels:
         for arrive, row in (("fp8", fp8_row), ("bf16", 2 * hidden)):
             parts = self._parts(work, inputs, wire, arrive)
             us = parts["dispatch arrive"] - packed["dispatch arrive"]
-            self._note(f"arrive_{arrive}", wire_name, arrived + slots * row, us)
+            self._note(f"arrive_{arrive}", wire_name, arrived + padded * row, us)
         self._note("weighted_reduce", wire_name, slots * 2 * hidden + arrived, parts["weighted"])
         us = parts["combine reduce"] - parts["weighted"]
         self._note("final_reduce", wire_name, arrived + tokens * 2 * hidden, us)
@@ -381,12 +381,13 @@ class _Kernels:
 
     def _arrivals(
         self, work: Synthetic, inputs: tuple[torch.Tensor, ...], wire: WireFormat
-    ) -> tuple[float, float]:
-        """Wire rows and expert rows of the rank that gets most."""
+    ) -> tuple[int, int, int]:
+        """Wire rows, expert rows, and these with padding, of the rank that gets most."""
         d = self._all_to_all(work, wire, "packed").dispatch(*inputs)
-        mine = [d.handle.layout.recv_splits.sum(), sum(d.num_rows_list)]
-        rows, slots = gather(self._transport, mine).max(axis=0)
-        return float(rows), float(slots)
+        layout = d.handle.layout
+        mine = [layout.recv_splits.sum(), sum(d.num_rows_list), layout.num_expert_rows]
+        rows, slots, padded = gather(self._transport, mine).max(axis=0).tolist()
+        return rows, slots, padded
 
     def _parts(
         self,

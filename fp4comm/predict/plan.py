@@ -127,7 +127,8 @@ def plan_of(options: dict[str, Any]) -> Plan:
     names = tuple(dict.fromkeys(wires or FORMATS))
     settings = Settings(names, options["combine"], options["arrive"], routes)
     found, num_topk = _spread_of(options, places)
-    shape = Shape(options["tokens"], check.hidden(options["hidden"]), num_topk)
+    alignment = check.positive_int("alignment", options["alignment"])
+    shape = Shape(options["tokens"], check.hidden(options["hidden"]), num_topk, alignment)
     return Plan(topology, places, found, shape, settings)
 
 

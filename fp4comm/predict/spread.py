@@ -31,12 +31,25 @@ class Spread:
         rank_rows: ``[num_ranks]`` wire rows for each rank: how often it has one of the experts.
         node_rows: ``[num_nodes]`` the same for each node.
         slots: ``[num_ranks]`` expert rows on each rank.
+        experts: ``[num_ranks]`` experts that each rank holds.
     """
 
     name: str
     rank_rows: np.ndarray
     node_rows: np.ndarray
     slots: np.ndarray
+    experts: np.ndarray
+
+    def padded_rows(self, tokens: int, alignment: int) -> np.ndarray:
+        """Expert rows on each rank, ``[num_ranks]``, padding included, of so many tokens in all.
+
+        An expert's segment ends half an alignment before the next one, or is one alignment long if
+        it is short, and there is none without rows; a rank's experts are taken as equally popular.
+        """
+        rows = tokens * self.slots / np.maximum(self.experts, 1)
+        half = (alignment - 1) / (2 * alignment)
+        segments = np.maximum(rows / alignment + half, 1) * (1 - np.exp(-rows))
+        return np.maximum(self.experts * segments * alignment, tokens * self.slots)
 
 
 def synthetic(workload: Synthetic, places: Places, node_limit: int | None) -> Spread:
@@ -86,6 +99,7 @@ def uniform(num_topk: int, placement: Placement, places: Places) -> Spread:
         _any_of(experts, num_experts, num_topk),
         _any_of(of_node, num_experts, num_topk),
         experts * (num_topk / num_experts),
+        experts,
     )
 
 
@@ -115,6 +129,7 @@ def of_experts(topk_idx: np.ndarray, placement: Placement, places: Places, name:
         _pairs(tokens, ranks, places.num_ranks) / num_tokens,
         _pairs(tokens, places.node[ranks], places.num_nodes) / num_tokens,
         np.bincount(ranks, minlength=places.num_ranks) / num_tokens,
+        np.diff(placement.offsets),
     )
 
 

@@ -26,11 +26,12 @@ US = 1e-3  # bytes over GB/s = 10^9 B/s, in us
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """What every rank sends."""
+    """What every rank sends, and the ``expert_alignment`` of what arrives."""
 
     tokens: int
     hidden: int
     num_topk: int
+    alignment: int = 128
 
 
 @dataclasses.dataclass(frozen=True)
@@ -249,7 +250,7 @@ def _arrive(
     arrive: str,
 ) -> float:
     everyone = places.num_ranks * shape.tokens
-    rows, slots = everyone * spread.rank_rows, everyone * spread.slots
+    rows, padded = everyone * spread.rank_rows, spread.padded_rows(everyone, shape.alignment)
     table = rows.max() * shape.num_topk  # slots of all wire rows, also those that go elsewhere
     us = topology.calls["layout"] + table * topology.calls["layout_slot"]
     if arrive == "packed":
@@ -257,7 +258,7 @@ def _arrive(
     out = 2 * shape.hidden
     if arrive == "fp8":
         out = shape.hidden + 4 * -(-shape.hidden // FP8_BLOCK)
-    moved = (rows * wire.row_bytes(shape.hidden) + slots * out).max()
+    moved = (rows * wire.row_bytes(shape.hidden) + padded * out).max()
     return us + _kernel(topology, f"arrive_{arrive}", wire, moved)
 
 
