@@ -1,8 +1,9 @@
-"""The command line: ``fp4comm info | demo | bench``."""
+"""The command line: ``fp4comm info | demo | bench | plan``."""
 
 from __future__ import annotations
 
 import dataclasses
+import datetime
 import os
 import platform
 import sys
@@ -15,20 +16,25 @@ import torch
 from click.core import ParameterSource
 from rich.console import Console
 
-from fp4comm import agreement, launch, machine, transport
+from fp4comm import agreement, launch, machine, topology, transport
 from fp4comm._version import __version__
+from fp4comm.bench import calibration_file
 from fp4comm.bench import report as bench_report
+from fp4comm.bench.calibrate import Calibration, calibrate
 from fp4comm.bench.report import Environment, Place
 from fp4comm.bench.rows import Report
 from fp4comm.bench.run import DEVICES, Settings, measure
 from fp4comm.bench.workload import Recorded, Synthetic, Workload
 from fp4comm.formats import FORMATS
+from fp4comm.predict import plan as predicting
+from fp4comm.predict import report as predict_report
 from fp4comm.transport import Transport
 
 DEMO_RANKS, BENCH_RANKS = 4, 2  # threads of this process, where no launcher started any
 DEMO_FILES = [machine.CHECKOUT / "tests" / "data" / f"layer{n}.safetensors" for n in (0, 1, 7)]
 SYNTHETIC = {"tokens": 1024, "hidden": 2048, "experts": 64, "topk": 8}  # defaults without --data
 TABLE_COLUMNS = 110
+PLAN_COLUMNS = 160
 
 Option = Callable[[Callable[..., Any]], Callable[..., Any]]
 
@@ -96,6 +102,7 @@ json_option = click.option(
     help="Also write everything to this file.",
 )
 
+CALIBRATE_OPTIONS = ("topology_file", "transport_name", "device", "ranks", "timeout_s")
 RUN_SETTINGS = ("warmup", "iterations", "timeout_s", "device")
 RUN_OPTIONS: tuple[Option, ...] = (
     click.option(
@@ -187,6 +194,14 @@ def info(json_file: Path | None) -> None:
     help="Also measure a plain all-to-all of BF16 rows, one copy per expert.",
 )
 @click.option("--check-all", is_flag=True, help="Check the contents of all rows, not of a sample.")
+@click.option(
+    "--calibrate",
+    "topology_file",
+    type=click.Path(dir_okay=False, writable=True, path_type=Path),
+    callback=_writable,
+    metavar="FILE",
+    help="Measure links and kernels instead, and write them here as a topology for plan.",
+)
 @run_options(warmup=5, iterations=20)
 @click.pass_context
 def bench(context: click.Context, **options: Any) -> None:
@@ -195,6 +210,9 @@ def bench(context: click.Context, **options: Any) -> None:
     Under mpirun or torchrun on their ranks; alone on --ranks threads of this process.
     """
     names = ("combine", "arrive", "alignment", "check_all", "plain", *RUN_SETTINGS)
+    if options["topology_file"] is not None:
+        _calibrate(context)
+        return
 
     def settings() -> Settings:
         wires = [wire for text in options["wire"] for wire in text.split(",")]
@@ -207,6 +225,43 @@ def bench(context: click.Context, **options: Any) -> None:
         click.echo("\n".join([*lines, bench_report.verdict_line(report)]))
 
     _run(context, BENCH_RANKS, settings, lambda ranks: _bench_inputs(options, ranks), show)
+
+
+def _calibrate(context: click.Context) -> None:
+    """Measure links and kernels on all ranks, and write the topology on one."""
+    options = context.params
+    for option in context.command.params:
+        given = context.get_parameter_source(str(option.name)) is ParameterSource.COMMANDLINE
+        if given and option.name not in CALIBRATE_OPTIONS:
+            raise click.UsageError(f"calibrate: expected without {option.opts[0]}")
+
+    def on_rank(group: Transport) -> tuple[Environment, Calibration]:
+        environment = _environment(context, group)
+        nodes = [f"{place.host} {place.nccl_host}" for place in environment.places]
+        progress = _progress if group.rank == 0 else _no_progress
+        device, timeout_s = options["device"], options["timeout_s"]
+        return environment, calibrate(group, nodes, device, timeout_s, progress)
+
+    try:
+        (environment, found), prints = launch.run(
+            options["transport_name"],
+            options["ranks"],
+            BENCH_RANKS,
+            options["timeout_s"],
+            on_rank,
+            options["device"],
+        )
+    except launch.LaunchedRankError as error:
+        raise UserError(str(error), error.is_reporter) from error
+    if prints:
+        file, machine_ = options["topology_file"], environment.machine
+        devices = machine_["cuda_devices"] if options["device"] == "cuda" else [machine_["cpu"]]
+        description = f"{environment.num_ranks} ranks, {devices[0]}, {environment.transport}"
+        at = f"{datetime.date.today().isoformat()} with {environment.transport}"
+        file.write_text(calibration_file.as_toml(found, file.stem, description, at))
+        topology.load(file)
+        click.echo("\n".join([*calibration_file.summary_lines(found), f"# written: {file}"]))
+        sys.stdout.flush()
 
 
 def _bench_inputs(options: dict[str, Any], num_ranks: int) -> Workload:
@@ -255,6 +310,70 @@ def _demo_inputs(options: dict[str, Any], num_ranks: int) -> Workload:
             " are in the repository, not in the installed package; clone it, or give --data FILE)"
         )
     return Recorded(files, num_ranks)
+
+
+@cli.command()
+@click.option(
+    "--topology",
+    "topology_name",
+    required=True,
+    metavar="NAME|FILE",
+    help=f"A preset ({', '.join(topology.presets())}) or a TOML file.",
+)
+@click.option("--nodes", type=int, help="[default: 1, or all that the file lists]")
+@click.option("--ranks-per-node", type=int, help="Fewer than the topology has.")
+@click.option(
+    "--tokens", type=click.IntRange(1), default=4096, show_default=True, help="Of a rank."
+)
+@click.option("--hidden", type=int, default=7168, show_default=True, help="Elements of a token.")
+@click.option("--experts", type=int, help="Of all ranks.  [default: 256, or as --routing has]")
+@click.option("--topk", type=int, help="Experts of a token.  [default: 8, or as --routing has]")
+@click.option(
+    "--wire",
+    multiple=True,
+    help=f"Wire formats of dispatch; repeat or separate by commas.  [default: {','.join(FORMATS)}]",
+)
+@click.option("--combine", default="bf16", show_default=True, help="Its wire format, or same.")
+@click.option("--arrive", default="fp8", show_default=True, help="fp8, bf16 or packed.")
+@click.option("--alignment", type=int, default=128, show_default=True, help="Of expert segments.")
+@click.option(
+    "--route",
+    type=click.Choice(("both", "flat", "two-hop")),
+    default="both",
+    show_default=True,
+    help="two-hop: once to each node, there once to each rank.",
+)
+@click.option("--skew", default="0", show_default=True, help="As bench takes it.")
+@click.option(
+    "--node-limit",
+    type=click.IntRange(1),
+    help="Most nodes that a token's experts are on (DeepSeek-V3: 4).",
+)
+@click.option("--seed", type=int, default=0, show_default=True)
+@click.option(
+    "--routing",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Real routing instead: topk_idx [T, K] in a .npy or safetensors file.",
+)
+@json_option
+def plan(**options: Any) -> None:
+    """Predict dispatch and combine on a cluster: by wire format and route, and what limits them."""
+    if launch.launched_rank() != 0:
+        return
+    try:
+        predicted = predicting.plan_of(options)
+    except ValueError as error:
+        raise UserError(str(error)) from error
+    rows = predicted.rows()
+    click.echo("\n".join(predict_report.header_lines(predicted)))
+    console = Console(width=PLAN_COLUMNS, color_system=None, highlight=False)
+    console.print(predict_report.table(rows))
+    click.echo("\n".join(predict_report.notes(predicted)))
+    if options["json_file"] is not None:
+        arguments = {n: v.name if isinstance(v, Path) else v for n, v in options.items()}
+        arguments["topology_name"] = Path(options["topology_name"]).name
+        bench_report.write_json(options["json_file"], predict_report.as_json(predicted, arguments))
 
 
 def _run(

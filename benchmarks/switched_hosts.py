@@ -1,0 +1,98 @@
+"""Hosts on one switch with shaped links, made of network namespaces; needs root and iproute2.
+
+Each host is a namespace with one link to a bridge, which is in a namespace of its own; both ends of
+a link send through a token bucket (tc tbf) of its rate, so that what comes to a host is limited
+too.  Namespaces carry this process's id in their names and are taken down whatever happens.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from two_hosts import INTERFACE, LAST_WORDS_S, PREFIX, Link, remove, run
+
+ADDRESS = "10.99.5.{}"
+MASTER_PORT = 29557
+
+
+@contextlib.contextmanager
+def switched_hosts(num_hosts: int, link: Link) -> Iterator[list[str]]:
+    """Make hosts and their switch, and take them down again, processes in them included."""
+    remove_leftovers()
+    switch = f"{PREFIX}-{os.getpid()}-switch"
+    hosts = [f"{PREFIX}-{os.getpid()}-host{n}" for n in range(num_hosts)]
+    try:
+        for name in (switch, *hosts):
+            run(f"ip netns add {name}")
+            run(f"ip -n {name} link set lo up")
+        run(f"ip -n {switch} link add bridge0 type bridge")
+        run(f"ip -n {switch} link set bridge0 up")
+        for n, host in enumerate(hosts):
+            port = f"port{n}"
+            run(f"ip -n {host} link add {INTERFACE} type veth peer {port} netns {switch}")
+            run(f"ip -n {host} address add {ADDRESS.format(n + 1)}/24 dev {INTERFACE}")
+            run(f"ip -n {switch} link set {port} master bridge0")
+            for name, interface in ((host, INTERFACE), (switch, port)):
+                run(f"ip -n {name} link set {interface} mtu {link.mtu} up")
+                run(f"tc -n {name} qdisc add dev {interface} root {link.qdisc}")
+        yield hosts
+    finally:
+        for name in (*hosts, switch):
+            remove(name)
+
+
+def remove_leftovers() -> None:
+    """Take down the namespaces of runs that are gone."""
+    for line in run("ip netns list").splitlines():
+        name = re.match(rf"{PREFIX}-(\d+)-(switch|host\d+)\b", line)
+        if name is not None and not Path(f"/proc/{name[1]}").exists():
+            remove(name[0])
+
+
+def run_on_hosts(hosts: Sequence[str], ranks_per_host: int, arguments: Sequence[str]) -> str:
+    """Run a Python command as ranks of torch.distributed, host by host.
+
+    Returns:
+        what rank 0 printed.
+
+    Raises:
+        SystemExit: a rank failed.
+    """
+    world = len(hosts) * ranks_per_host
+    ranks = []
+    for rank in range(world):
+        host = hosts[rank // ranks_per_host]
+        environment = {
+            **os.environ,
+            "MASTER_ADDR": ADDRESS.format(1),
+            "MASTER_PORT": str(MASTER_PORT),
+            "RANK": str(rank),
+            "WORLD_SIZE": str(world),
+            "LOCAL_RANK": str(rank % ranks_per_host),
+            "GLOO_SOCKET_IFNAME": INTERFACE,
+            "NCCL_HOSTID": host,  # the name by which hosts of one machine are told apart
+            "OMP_NUM_THREADS": "1",
+        }
+        command = ["ip", "netns", "exec", host, sys.executable, *arguments]
+        output = subprocess.PIPE if rank == 0 else subprocess.DEVNULL
+        ranks.append(subprocess.Popen(command, env=environment, stdout=output, text=True))
+    try:
+        printed, _ = ranks[0].communicate()
+        end = time.monotonic() + LAST_WORDS_S
+        for process in ranks[1:]:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(max(end - time.monotonic(), 0.1))
+    finally:
+        for process in ranks:
+            if process.poll() is None:
+                process.kill()
+    if any(process.wait() != 0 for process in ranks):
+        raise SystemExit(1)
+    return printed
