@@ -30,13 +30,14 @@ ALLOWED = {
     "reference": {"formats", "reference"},
     "packed": {"check", "codec", "formats", "routing"},
     "agreement": {"formats", "precision", "routing", "texts", "transport"},
-    "dispatched": {"eager", "packed", "precision", "routing", "transport"},
+    "hops": {"agreement", "check", "codec", "hops", "routing", "transport"},
+    "dispatched": {"eager", "hops", "packed", "precision", "routing", "transport"},
     "autograd": {  # all_to_all for types alone
-        "all_to_all", "check", "codec", "dispatched", "formats", "routing",
+        "all_to_all", "check", "codec", "dispatched", "formats", "hops", "routing",
     },
     "all_to_all": {
-        "agreement", "autograd", "check", "codec", "dispatched", "eager", "formats", "packed",
-        "precision", "routing", "transport",
+        "agreement", "autograd", "check", "codec", "dispatched", "eager", "formats", "hops",
+        "packed", "precision", "routing", "transport",
     },
 }  # fmt: skip
 
@@ -50,6 +51,7 @@ OPERATIONS = (
     "row_dots",
     "weighted_reduce",
     "final_reduce",
+    "relay_reduce",
 )
 
 
