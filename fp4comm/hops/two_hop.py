@@ -248,8 +248,9 @@ def _copies(streams: Rows, relay: RelayPlan) -> Rows:
 
 def _copied(rows: torch.Tensor, row_tokens: torch.Tensor) -> torch.Tensor:
     out = codec.of(rows.device).rows_like(rows, len(row_tokens))
-    wide = torch.int64 if rows.shape[1] % 8 == 0 else torch.uint8  # words copy faster than bytes
-    torch.index_select(rows.view(wide), 0, row_tokens, out=out.view(wide))
+    if out.numel():
+        wide = torch.int64 if rows.shape[1] % 8 == 0 else torch.uint8  # copied in fewer pieces
+        torch.index_select(rows.view(wide), 0, row_tokens, out=out.view(wide))
     return out
 
 
