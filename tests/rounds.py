@@ -147,7 +147,6 @@ def check_round(transport, case):
     rank = transport.rank
     arrived, sums = expected(case, transport.num_ranks)
     want = in_order_of_arrival(arrived[rank], case, rank)
-    route = {"route": "two_hop", "ranks_per_node": case.node_sizes} if case.node_sizes else {}
     x, idx, weights = inputs(case, rank)
     with AllToAll(
         transport,
@@ -158,7 +157,7 @@ def check_round(transport, case):
         expert_alignment=case.alignment,
         scale_layout=case.scale_layout,
         timeout_s=60,
-        **route,
+        **route_of(case),
     ) as a2a:
         d = a2a.dispatch(x, idx, weights)
         compare_dispatched(d, want, case)
@@ -170,6 +169,11 @@ def check_round(transport, case):
             assert y.dtype == torch.bfloat16
             same_rows((bf16_bits(y),), (sums[weighted][rank],))
         compare_dispatched(a2a.dispatch(x, handle=d.handle), want, case)
+
+
+def route_of(case):
+    """Arguments of AllToAll that choose the route of a round."""
+    return {"route": "two_hop", "ranks_per_node": case.node_sizes} if case.node_sizes else {}
 
 
 def in_order_of_arrival(arrived, case, rank):

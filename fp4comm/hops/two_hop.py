@@ -78,19 +78,19 @@ class TwoHopWay:
         """Send wire rows to the relays, and on to the ranks of their experts."""
         s = self.splits
         with exchange.beside(self.route.stream, *streams, *self.tables):
-            came = exchange(streams, s.to_relays, s.to_relay, HOP_1, is_last=False)
+            rows = exchange(streams, s.to_relays, s.to_relay, HOP_1, is_last=False)
             with exchange.phase("relay", ""):
-                handed = _copies(came, self.relay)
-            return exchange(handed, s.from_relay, s.from_relays, HOP_2)
+                rows = _copies(rows, self.relay)
+            return exchange(rows, s.from_relay, s.from_relays, HOP_2)
 
     def back(self, streams: Rows, exchange: Exchange, merge: Merge) -> Rows:
         """Send rows to the relays they came from, merge them there, and send on to the sources."""
         s = self.splits
         with exchange.beside(self.route.stream, *streams, *self.tables):
-            came = exchange(streams, s.from_relays, s.from_relay, HOP_1, is_last=False)
+            rows = exchange(streams, s.from_relays, s.from_relay, HOP_1, is_last=False)
             with exchange.phase("relay", ""):
-                merged = merge(came, self.relay)
-            return exchange(merged, s.to_relay, s.to_relays, HOP_2)
+                rows = merge(rows, self.relay)
+            return exchange(rows, s.to_relay, s.to_relays, HOP_2)
 
     def layout(
         self, route: torch.Tensor, num_topk: int, num_rows: np.ndarray, alignment: int
@@ -149,11 +149,11 @@ class TwoHopDraft:
         s = self.splits(counts)
         with exchange.beside(self.route.stream, *sent, self.plan.route):
             streams = [*sent, self.plan.route]
-            *came, route = exchange(streams, s.to_relays, s.to_relay, HOP_1, is_last=False)
+            *rows, route = exchange(streams, s.to_relays, s.to_relay, HOP_1, is_last=False)
             with exchange.phase("relay", ""):
-                relay, handed_route = self.route.relay(route, self.num_topk, s.from_relay)
-                handed = [*_copies(came, relay), handed_route]
-            received = exchange(handed, s.from_relay, s.from_relays, HOP_2)
+                relay, route = self.route.relay(route, self.num_topk, s.from_relay)
+                rows = [*_copies(rows, relay), route]
+            received = exchange(rows, s.from_relay, s.from_relays, HOP_2)
         way = TwoHopWay(s, relay, counts[:, 0], self.route.arrival, self.route)
         return way, received
 

@@ -63,11 +63,15 @@ class Exchange:
     def beside(self, stream_of: Callable[[torch.device], Any], *reads: torch.Tensor) -> Iterator:
         """Queue several exchanges: if asynchronous, on a stream that the current one goes beside.
 
+        Not in a CUDA graph's capture, which a stream that does not come back would spoil: there the
+        exchange itself refuses.
+
         Args:
             stream_of: gives a stream of a device.
             reads: tensors that are read there.
         """
-        if not (self._async_op and reads[0].is_cuda):
+        is_beside = self._async_op and reads[0].is_cuda
+        if not is_beside or torch.cuda.is_current_stream_capturing():
             yield
             return
         stream = stream_of(reads[0].device)
