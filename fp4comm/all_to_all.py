@@ -104,7 +104,7 @@ class AllToAll:
         self.route = route
         self.links = links
         self._ranks_per_node = ranks_per_node
-        self._node_sizes: tuple[int, ...] | None = None
+        self._node_sizes: tuple[int, ...] | None = None  # None: not given, and not looked for
         self._transport = transport
         self._is_open = True
         self._num_calls = 0
@@ -430,8 +430,8 @@ class AllToAll:
 
     def _make_route(self) -> hops.Route:
         """Find the nodes, if they matter, and make what plans; errors are the same on all ranks."""
-        sizes = self._node_sizes or (self._transport.num_ranks,)
-        if self.route != "flat" and self._node_sizes is None:
+        sizes: Sequence[int] = self._node_sizes or ()
+        if self.route != "flat" and not sizes:
             sizes = hops.find_nodes(self._transport)
         precision, hidden = self.precision, self.hidden
         wires = WireFormat.of(precision.dispatch), WireFormat.of(precision.combine)

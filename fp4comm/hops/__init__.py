@@ -51,7 +51,7 @@ def make(
     Args:
         route: one of `ROUTES`.
         placement: where the experts are.
-        node_sizes: ranks of each node.
+        node_sizes: ranks of each node; () for the flat one.
         rank: this one.
         faster: what ``"auto"`` asks about the rows of the busiest ranks.
 
