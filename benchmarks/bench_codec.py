@@ -150,6 +150,13 @@ def wrong_summed(packed: PackedRows, plan: routing.RoutePlan, got: Any) -> int:
     return wrong_rows((bits(got),), (want,))
 
 
+def wrong_relayed(packed: PackedRows, plan: routing.RoutePlan, got: Any) -> int:
+    """Check the first sums that a relay packs."""
+    offsets, places = plan.place_offsets[: CHECKED_ROWS + 1].numpy(), plan.places.numpy()
+    want = reference.relay_reduce(*arrays(packed), packed.format, packed.hidden, offsets, places)
+    return wrong_rows([part.numpy() for part in got], want)
+
+
 def arrays(packed: PackedRows) -> tuple[np.ndarray, np.ndarray]:
     """Payload and scales."""
     return packed.payload.numpy(), packed.scales.numpy()
@@ -223,9 +230,10 @@ def arrival_cases(x: torch.Tensor) -> Iterator[Case]:
 
 
 def combine_cases(x: torch.Tensor) -> Iterator[Case]:
-    """The two reduces of combine."""
+    """The reduces of combine, and the gradient of its weights."""
     num_rows, hidden = x.shape
     layout, plan = layout_of(num_rows), plan_of(num_rows // 4)
+    relay = routing.RelayPlan(plan.num_tokens, plan.place_offsets, plan.places, plan.places)
     generator = torch.Generator().manual_seed(3)
     out = torch.randn(layout.num_expert_rows, hidden, generator=generator).bfloat16()
     sums = torch.randn(plan.num_rows, hidden, generator=generator).bfloat16()
@@ -242,6 +250,11 @@ def combine_cases(x: torch.Tensor) -> Iterator[Case]:
         sum_run = functools.partial(cpu.final_reduce, *parts, plan)
         check = functools.partial(wrong_summed, packed, plan)
         yield Case("final_reduce", wire, sum_run, (plan.num_tokens, 2 * hidden), check)
+        relay_run = functools.partial(cpu.relay_reduce, *parts, relay)
+        check = functools.partial(wrong_relayed, packed, plan)
+        yield Case(
+            "relay_reduce", wire, relay_run, (plan.num_tokens, wire.row_bytes(hidden)), check
+        )
 
 
 def measure(case: Case, repeats: int) -> dict[str, Any]:

@@ -129,8 +129,8 @@ def wrong_reduced(out: torch.Tensor, layout: Any, wire: WireFormat, got: Parts) 
     return wrong_rows(tuple(part[rows] for part in got), want)
 
 
-def wrong_summed(parts: Any, plan: Any, got: torch.Tensor) -> int:
-    """Check end tokens."""
+def wrong_summed(operation: Any, parts: Any, plan: Any, got: Any) -> int:
+    """Check end tokens of a sum of wire rows, which is an operation of the reference."""
     payload, scales, wire, hidden = parts
     tokens = ends(plan.num_tokens)
     offsets, places = plan.place_offsets.cpu(), plan.places.cpu()
@@ -138,7 +138,9 @@ def wrong_summed(parts: Any, plan: Any, got: torch.Tensor) -> int:
     rows = torch.cat(own).long().cuda()
     own_offsets = np.cumsum([0, *(len(p) for p in own)])
     args = host(payload[rows]), host(scales[rows]), wire, hidden
-    want = reference.final_reduce(*args, own_offsets, np.arange(len(rows)))
+    want = operation(*args, own_offsets, np.arange(len(rows)))
+    if isinstance(want, tuple):
+        return wrong_rows(tuple(part[tokens] for part in got), want)
     return wrong_rows((got[tokens],), (want,))
 
 
@@ -213,7 +215,7 @@ def arrival_cases(x: torch.Tensor) -> Iterator[Case]:
 
 
 def combine_cases(x: torch.Tensor) -> Iterator[Case]:
-    """The two reduces of combine."""
+    """The reduces of combine."""
     num_rows, hidden = x.shape
     layout = to_gpu(bench_codec.layout_of(num_rows))
     plan = to_gpu(bench_codec.plan_of(max(1, num_rows // 4)))
@@ -228,10 +230,14 @@ def combine_cases(x: torch.Tensor) -> Iterator[Case]:
         yield Case("weighted_reduce", wire, run, moved, check)
         parts = (*cuda.quantize_rows(sums, wire), wire, hidden)
         sum_run = functools.partial(cuda.final_reduce, *parts, plan)
-        check = functools.partial(wrong_summed, parts, plan)
-        tables = num_bytes(plan.place_offsets, plan.places)
-        moved = tables + num_bytes(*parts[:2]) + plan.num_tokens * 2 * hidden
+        check = functools.partial(wrong_summed, reference.final_reduce, parts, plan)
+        read = num_bytes(plan.place_offsets, plan.places, *parts[:2])
+        moved = read + plan.num_tokens * 2 * hidden
         yield Case("final_reduce", wire, sum_run, moved, check)
+        relay_run = functools.partial(cuda.relay_reduce, *parts, plan)
+        check = functools.partial(wrong_summed, reference.relay_reduce, parts, plan)
+        moved = read + plan.num_tokens * wire.row_bytes(hidden)
+        yield Case("relay_reduce", wire, relay_run, moved, check)
 
 
 # Measuring

@@ -6,9 +6,11 @@ route_rows: top-k experts -> the wire rows of each token, and the route that tra
   cells          [num_ranks][num_chunks]  i32     first wire row of each cell, and num_rows
   place_offsets  [T + 1]     i32                  where a token's wire rows begin in places
   places         [n]         i32                  wire rows of each token, by ascending rank
+  row_tokens     [n]         i32                  token of each wire row; or null
   route          [n, K * 6] or [n, K * 2] bytes   K i16 local experts or -1, then K f32 weights
 
-Wire rows are ordered by rank, then token.
+Wire rows are ordered by rank, then token.  A relay plans as many rows as it was told will come:
+after a stopped exchange its indices are garbage, and still nothing is written beyond those rows.
 
 Launcher: fp4comm/routing/cuda.py
 */
@@ -75,6 +77,7 @@ extern "C" __global__ void route_rows(const Index* __restrict__ topk_idx,
                                       const int* __restrict__ cells,
                                       const int* __restrict__ place_offsets,
                                       int* __restrict__ places,
+                                      int* __restrict__ row_tokens,
                                       u8* __restrict__ route,
                                       i64 num_tokens,
                                       int num_topk,
@@ -107,10 +110,12 @@ extern "C" __global__ void route_rows(const Index* __restrict__ topk_idx,
                 const u32 of_rank = __shfl_sync(ALL_LANES, tokens, r);
                 const int first = __shfl_sync(ALL_LANES, first_row, r);
                 if (todo == 0) continue;
-                const i64 row = first + __popc(of_rank & ((1u << lane) - 1));
-                if (k == 0) places[next_place++] = static_cast<int>(row);
-                store_slots(route + row * route_bytes, slots, k, num_topk, weighted,
-                            first_rank + r);
+                const int row = first + __popc(of_rank & ((1u << lane) - 1));
+                if (static_cast<u32>(row) >= static_cast<u32>(num_rows)) continue;
+                if (k == 0 && next_place < num_rows) places[next_place++] = row;
+                if (k == 0 && row_tokens != nullptr) row_tokens[row] = static_cast<int>(token);
+                store_slots(route + static_cast<i64>(row) * route_bytes, slots, k, num_topk,
+                            weighted, first_rank + r);
             }
         }
     }

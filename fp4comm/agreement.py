@@ -27,7 +27,8 @@ OPERATIONS = ("AllToAll(...)", "dispatch", "a command's arguments")
 MAKE, DISPATCH, COMMAND = range(3)
 DTYPES = ("bfloat16", "float8_e4m3fn with float32 scales")
 DEVICES = ("on the CPU", "on a GPU")
-ROUTES = ("topk_weights given", "no topk_weights")
+WEIGHTS = ("topk_weights given", "no topk_weights")
+ROUTES = ("flat", "two_hop", "auto")  # of `hops`
 GRADIENTS = ("none", "of x", "of topk_weights", "of x and topk_weights")
 WIRES = [WireFormat(f.name, rule) for f in FORMATS.values() for rule in f.scale_rules or (None,)]
 
@@ -46,10 +47,12 @@ class Fingerprint:
     combine: int = 0
     dispatch_grad: int = 0
     combine_grad: int = 0
+    route: int = 0
+    nodes: int = 0  # hash of what else decides on that; 0 by the flat route
     dtype: int = 0
     device: int = 0
     topk: int = 0
-    route: int = 0
+    weights: int = 0
     gradient: int = 0
     wire_version: int = WIRE_VERSION
 
@@ -66,7 +69,8 @@ FIELD_NAMES = {
     "dtype": "x",
     "device": "x",
     "topk": "topk_idx: top-k",
-    "route": "topk_weights",
+    "weights": "topk_weights",
+    "nodes": "ranks_per_node and links",
     "gradient": "gradients wanted (requires_grad)",
 }
 FIELD_WORDS = {
@@ -74,6 +78,7 @@ FIELD_WORDS = {
     "dtype": DTYPES,
     "device": DEVICES,
     "route": ROUTES,
+    "weights": WEIGHTS,
     "gradient": GRADIENTS,
     **dict.fromkeys(("dispatch", "combine", "dispatch_grad", "combine_grad"), WIRES),
 }
@@ -159,7 +164,7 @@ def _compare(fingerprints: np.ndarray) -> None:
     rank = int(np.flatnonzero(differs[:, column])[0])
     field = FINGERPRINT_FIELDS[column]
     expected, got = (_word(field, int(fingerprints[r, column])) for r in (0, rank))
-    if field in ("all_to_all", "history"):  # a number means nothing to a reader
+    if field in ("all_to_all", "history", "nodes"):  # a number means nothing to a reader
         expected, got = "the one", "another"
     kind = TypeError if field == "dtype" else ValueError
     name = FIELD_NAMES.get(field, field)

@@ -7,22 +7,24 @@ topk_idx -> plan -> quantize -> exchange -> arrive -> experts -> reduce -> excha
 from __future__ import annotations
 
 import contextlib
+import functools
 import random
 import time
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, overload
 
 import numpy as np
 import torch
 
-from fp4comm import agreement, autograd, check, codec, routing
+from fp4comm import agreement, autograd, check, codec, hops
 from fp4comm.dispatched import Dispatched, Handle, Pending
 from fp4comm.eager import uncompiled
 from fp4comm.formats import WireFormat
 from fp4comm.packed import SCALE_LAYOUTS, PackedRows
 from fp4comm.precision import Precision
-from fp4comm.routing import Placement, RoutePlan
-from fp4comm.transport import Transport, Work
+from fp4comm.routing import Placement, RelayPlan, RoutePlan
+from fp4comm.transport import Transport
 
 ARRIVALS = ("fp8", "bf16", "packed")
 
@@ -43,6 +45,14 @@ class AllToAll:
         expert_alignment: rows that each expert's segment starts at a multiple of.
         scale_layout: of FP8 rows: ``"row"``, or ``"column"`` with strides ``(1, M)``.
         timeout_s: seconds that a call waits for a peer; overrides the transport's during the call.
+        route: ``"flat"``: a token goes straight to each rank that has one of its experts;
+            ``"two_hop"``: once to each node, and on from there, see `fp4comm.hops`; ``"auto"``:
+            the faster one in each dispatch, by its counts and the links.  Rows that arrive are the
+            same; combine's sums by the two-hop route are rounded to its wire once more.
+        ranks_per_node: for the latter two, how many consecutive ranks a node has, or a list with
+            the ranks of each; None: those are on a node whose hosts have the same name, which
+            NCCL_HOSTID sets as it does for NCCL.
+        links: for ``"auto"``, what a rank can send.
 
     Attributes:
         timings: a dict that calls add their seconds to, by "operation part" (``"dispatch
@@ -50,7 +60,8 @@ class AllToAll:
 
     Raises:
         ValueError, TypeError: on all ranks alike, if one rank's arguments are wrong, or if
-            num_experts, hidden or precision differ.
+            num_experts, hidden, precision or route differ, or the ranks of a node are not
+            consecutive.
         TimeoutError: a peer did not come.
 
     Example: one rank, one token, two experts of four.
@@ -78,6 +89,9 @@ class AllToAll:
         expert_alignment: int = 128,
         scale_layout: str = "row",
         timeout_s: float = 300.0,
+        route: str = "flat",
+        ranks_per_node: int | Sequence[int] | None = None,
+        links: hops.Links = hops.Links(),  # noqa: B008  frozen
     ) -> None:
         """Check the arguments together with the other ranks."""
         self.num_experts = num_experts
@@ -87,6 +101,10 @@ class AllToAll:
         self.expert_alignment = expert_alignment
         self.scale_layout = scale_layout
         self.timeout_s = timeout_s
+        self.route = route
+        self.links = links
+        self._ranks_per_node = ranks_per_node
+        self._node_sizes: tuple[int, ...] | None = None  # None: not given, and not looked for
         self._transport = transport
         self._is_open = True
         self._num_calls = 0
@@ -99,7 +117,8 @@ class AllToAll:
             drawn = np.full((transport.num_ranks, 1), random.SystemRandom().getrandbits(62))
             mine = self._fingerprint(agreement.MAKE, failure)
             self._number = int(agreement.agree(transport, mine, drawn, failure)[0, 0])
-        self._placement = Placement(self.num_experts, transport.num_ranks)
+            self._placement = Placement(self.num_experts, transport.num_ranks)
+            self._route = self._make_route()
 
     @overload
     def dispatch(
@@ -216,9 +235,13 @@ class AllToAll:
             TimeoutError: as for `dispatch`.
         """
         self._num_calls += 1
+
+        def merge(came: hops.Rows, relay: RelayPlan) -> hops.Rows:
+            return [*implementation.relay_reduce(*came, wire, self.hidden, relay)]
+
         with self._stopping_peers("combine"):
             self._check_handle(handle)
-            plan, layout = handle._plan, handle.layout
+            plan, layout, way = handle._plan, handle.layout, handle._way
             rows = check.expert_out(expert_out, layout.num_expert_rows, self.hidden, handle._device)
             wire, implementation = WireFormat.of(self.precision.combine), codec.of(handle._device)
             with self._phase("combine", "reduce"):
@@ -226,15 +249,16 @@ class AllToAll:
             out = autograd.combine_input(expert_out, rows, handle, weighted)
             label = f"{'weighted' if weighted else 'unweighted'} combine of {handle._name}"
             label += "" if out is None else ", with gradient"
-            splits = layout.recv_splits, plan.send_splits
-            received, work = self._exchange_rows("combine", wire, label, sent, *splits, async_op)
+            exchange = self._exchange("combine", label, async_op)
+            received = way.back([*sent], exchange, merge)
 
         def finish() -> torch.Tensor:
             with self._stopping_peers("combine"), self._phase("combine", "reduce"):
                 y = implementation.final_reduce(*received, wire, self.hidden, plan)
             return y if out is None else autograd.of_combine(self, y, out, handle, weighted)
 
-        pending = Pending(work, [*received, plan.place_offsets, plan.places], finish)
+        tables = [plan.place_offsets, plan.places, *way.tables]
+        pending = Pending(exchange.work, [*received, *tables], finish)
         return pending if async_op else pending.wait()
 
     def close(self) -> None:
@@ -261,36 +285,36 @@ class AllToAll:
     ) -> Pending[Dispatched]:
         """Dispatch; with check_experts, which may raise, to packed and differentiable rows."""
         arrive = self.arrive if check_experts is None else "packed"
-        rows, plan, sent, failure = self._prepare(x, topk_idx, topk_weights, check_experts)
+        rows, draft, sent, failure = self._prepare(x, topk_idx, topk_weights, check_experts)
         with self._phase("dispatch", "counts"):
             inputs = autograd.Inputs.of(x, topk_weights)
-            mine = self._fingerprint(agreement.DISPATCH, failure, rows, plan, topk_weights, inputs)
-            counts = agreement.agree(self._transport, mine, plan.counts, failure)
+            mine = self._fingerprint(agreement.DISPATCH, failure, rows, draft, topk_weights, inputs)
+            nothing = np.zeros((self._transport.num_ranks, 0), np.int64)
+            told = nothing if draft is None else draft.counts
+            counts = agreement.agree(self._transport, mine, told, failure)
         assert rows is not None  # else agree has raised
+        assert draft is not None
         self._num_calls += 1
         device = _device_of(rows)
         name = f"dispatch {self._num_calls} of AllToAll {self._number % 10**6}"
-        recv_splits, expert_counts = counts[:, 0], self._local(counts[:, 1:])
         with self._stopping_peers("dispatch"):
-            streams, splits = [*sent, plan.route], (plan.send_splits, recv_splits)
-            wire = WireFormat.of(self.precision.dispatch)
-            received, work = self._exchange_rows(
-                "dispatch", wire, "dispatch", streams, *splits, async_op
-            )
+            settled = draft.settled(counts)
+            plan = settled.plan
+            sent = sent or self._quantize(rows, plan)
+            exchange = self._exchange("dispatch", "dispatch", async_op)
+            way, received = settled.send(counts, [*sent], exchange)
 
         def finish() -> Dispatched:
             *wire_rows, route = received
-            num_rows, alignment = expert_counts.sum(0), self.expert_alignment
+            num_rows, alignment = self._local(counts[:, 1:]).sum(0), self.expert_alignment
             with self._stopping_peers("dispatch"), self._phase("dispatch", "arrive"):
-                layout = routing.expert_layout(
-                    route, plan.num_topk, recv_splits, num_rows, alignment
-                )
+                layout = way.layout(route, plan.num_topk, num_rows, alignment)
                 of_all = self._transport, self.hidden, self.precision
-                handle = Handle(layout, plan, *of_all, device, name)
+                handle = Handle(layout, plan, way, *of_all, device, name)
                 d = self._arrive(wire_rows, handle, arrive)
             return autograd.of_dispatch(self, d, inputs, name) if inputs.wanted else d
 
-        return Pending(work, received, finish)
+        return Pending(exchange.work, [*received, *way.tables], finish)
 
     def _prepare(
         self,
@@ -298,7 +322,7 @@ class AllToAll:
         topk_idx: Any,
         topk_weights: Any,
         check_experts: Callable[[], None] | None,
-    ) -> tuple[check.Rows | None, RoutePlan, tuple[torch.Tensor, ...], Exception | None]:
+    ) -> tuple[check.Rows | None, hops.Draft | None, hops.Rows, Exception | None]:
         """Check, plan and quantize; a mistake is returned, for all ranks to raise together."""
         try:
             with self._phase("dispatch", "plan"):
@@ -312,34 +336,21 @@ class AllToAll:
                 device = _device_of(rows)
                 idx = check.topk_idx(topk_idx, _codes(rows).shape[0], device)
                 weights = None if topk_weights is None else check.topk_weights(topk_weights, idx)
-                plan = routing.plan(idx, weights, self._placement)
-            with self._phase("dispatch", "quantize"):
-                wire = WireFormat.of(self.precision.dispatch)
-                return rows, plan, codec.of(device).quantize_rows(rows, wire, plan), None
+                draft = self._route.draft(idx, weights)
+            sent = [] if draft.plan is None else self._quantize(rows, draft.plan)
         except Exception as failure:
-            return None, routing.empty_plan(self._placement), (), failure
+            return None, None, [], failure
+        return rows, draft, sent, None
 
-    def _exchange_rows(
-        self,
-        operation: str,
-        wire: WireFormat,
-        label: str,
-        sends: Sequence[torch.Tensor],
-        send_splits: np.ndarray,
-        recv_splits: np.ndarray,
-        async_op: bool,
-    ) -> tuple[list[torch.Tensor], Work | None]:
-        """Exchange payload, scales and what streams are behind them."""
-        num_rows, device = int(recv_splits.sum()), sends[0].device
-        recvs = [
-            *codec.of(device).empty_rows(num_rows, wire, self.hidden, device),
-            *(stream.new_empty((num_rows, stream.shape[1])) for stream in sends[2:]),
-        ]
-        with self._phase(operation, "exchange", label):
-            work = self._transport.exchange(
-                sends, send_splits, recvs, recv_splits, async_op=async_op
-            )
-        return recvs, work
+    def _quantize(self, rows: check.Rows, plan: RoutePlan) -> hops.Rows:
+        wire, implementation = WireFormat.of(self.precision.dispatch), codec.of(_device_of(rows))
+        with self._phase("dispatch", "quantize"):
+            return [*implementation.quantize_rows(rows, wire, plan)]
+
+    def _exchange(self, operation: str, label: str, async_op: bool = False) -> hops.Exchange:
+        """Lend a way the transport, with our time limit and this operation's phase and label."""
+        phase = functools.partial(self._phase, operation)
+        return hops.Exchange(self._transport, phase, label, async_op)
 
     def _arrive(self, received: list[torch.Tensor], handle: Handle, arrive: str) -> Dispatched:
         """Convert the wire rows to what the experts take."""
@@ -373,7 +384,7 @@ class AllToAll:
             self._check_handle(handle)
             autograd.check_inputs(self.arrive, x)
             rows = self._rows(x)
-            plan, wire = handle._plan, WireFormat.of(self.precision.dispatch)
+            plan, way = handle._plan, handle._way
             if _codes(rows).shape[0] != plan.num_tokens:
                 raise ValueError(
                     f"x: expected {plan.num_tokens} tokens, which handle was made for, got"
@@ -384,21 +395,20 @@ class AllToAll:
                     f"x: expected on {handle._device}, which handle was made for, got"
                     f" {_device_of(rows)}"
                 )
-            with self._phase("dispatch", "quantize"):
-                sent = codec.of(handle._device).quantize_rows(rows, wire, plan)
+            sent = self._quantize(rows, plan)
             inputs = autograd.Inputs.of(x)
             name = f"dispatch {self._num_calls} like {handle._name}"
             label = f"dispatch again like {handle._name}{', with gradient' * inputs.wanted}"
-            splits = plan.send_splits, handle.layout.recv_splits
-            received, work = self._exchange_rows("dispatch", wire, label, sent, *splits, async_op)
+            exchange = self._exchange("dispatch", label, async_op)
+            received = way.forth(sent, exchange)
 
         def finish() -> Dispatched:
             with self._stopping_peers("dispatch"), self._phase("dispatch", "arrive"):
                 d = self._arrive(received, handle.detached(), self.arrive)
             return autograd.of_dispatch(self, d, inputs, name) if inputs.wanted else d
 
-        tables = handle.layout.slot_rows, handle.layout.padding
-        return Pending(work, [*received, *tables], finish)
+        tables = handle.layout.slot_rows, handle.layout.padding, *way.tables
+        return Pending(exchange.work, [*received, *tables], finish)
 
     # Checks and bookkeeping
 
@@ -435,6 +445,32 @@ class AllToAll:
                 f" ranks), got {self.num_experts}"
             )
         check.seconds("timeout_s", self.timeout_s)
+        check.one_of("route", self.route, hops.ROUTES)
+        self._node_sizes = hops.check_ranks_per_node(self._ranks_per_node, num_ranks)
+        if not isinstance(self.links, hops.Links):
+            raise TypeError(f"links: expected Links, got {type(self.links).__name__}")
+
+    def _make_route(self) -> hops.Route:
+        """Find the nodes, if they matter, and make what plans; errors are the same on all ranks."""
+        sizes: Sequence[int] = self._node_sizes or ()
+        if self.route != "flat" and not sizes:
+            sizes = hops.find_nodes(self._transport)
+        precision, hidden = self.precision, self.hidden
+        wires = WireFormat.of(precision.dispatch), WireFormat.of(precision.combine)
+        there_and_back = sum(wire.row_bytes(hidden) for wire in wires)
+        return hops.make(
+            self.route,
+            self._placement,
+            sizes,
+            self._transport.rank,
+            lambda rows: hops.two_hop_is_faster(rows, there_and_back, self.links),
+        )
+
+    def _nodes_hash(self) -> int:
+        """Number what the choice of a rank depends on."""
+        if self.route == "flat":
+            return 0
+        return zlib.crc32(repr((self._node_sizes, self.links)).encode())
 
     def _check_open(self) -> None:
         if not self._is_open:
@@ -458,7 +494,7 @@ class AllToAll:
         operation: int,
         failure: Exception | None,
         rows: check.Rows | None = None,
-        plan: RoutePlan | None = None,
+        draft: hops.Draft | None = None,
         topk_weights: Any = None,
         inputs: autograd.Inputs = autograd.NONE,
     ) -> agreement.Fingerprint:
@@ -472,10 +508,12 @@ class AllToAll:
             self.num_experts,
             self.hidden,
             **agreement.wire_numbers(self.precision),
+            route=hops.ROUTES.index(self.route),
+            nodes=self._nodes_hash(),
             dtype=int(isinstance(rows, tuple)),
             device=int(rows is not None and _codes(rows).is_cuda),
-            topk=0 if plan is None else plan.num_topk,
-            route=int(topk_weights is None),
+            topk=0 if draft is None else draft.num_topk,
+            weights=int(topk_weights is None),
             gradient=inputs.wanted,
         )
 

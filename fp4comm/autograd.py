@@ -12,13 +12,13 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 
 from fp4comm import check, codec
 from fp4comm.dispatched import Dispatched, Handle
 from fp4comm.formats import WireFormat
-from fp4comm.routing import ExpertLayout, RoutePlan
+from fp4comm.hops import Rows, Way
+from fp4comm.routing import ExpertLayout, RelayPlan, RoutePlan
 
 if TYPE_CHECKING:
     from fp4comm.all_to_all import AllToAll
@@ -141,13 +141,19 @@ class Dispatch(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> Gradients:
         """Send the gradients of rows and row weights back to their tokens."""
         a2a, handle, operation = ctx.a2a, ctx.handle, "dispatch backward"
-        plan, layout, device = handle._plan, handle.layout, handle._device
+        plan, layout, device, way = handle._plan, handle.layout, handle._device, handle._way
         wire, implementation = WireFormat.of(a2a.precision.dispatch_grad), codec.of(device)
         x_wants, weights_want, *_ = ctx.needs_input_grad
         grad_x = grad_weights = None
+
+        def merge(came: Rows, relay: RelayPlan) -> Rows:
+            slots = [_relay_sums(came.pop(), relay)] if weights_want else []
+            rows = implementation.relay_reduce(*came, wire, a2a.hidden, relay) if x_wants else ()
+            return [*rows, *slots]
+
         with torch.no_grad(), a2a._stopping_peers(operation):
             _ = ctx.saved_tensors
-            _keep_for_this_stream(plan, layout)
+            _keep_for_this_stream(plan, layout, way)
             with a2a._phase(operation, "reduce"):
                 rows, row_weights, _ = gradients
                 sent: list[torch.Tensor] = []
@@ -160,9 +166,8 @@ class Dispatch(torch.autograd.Function):
                     )
                 if weights_want:
                     sent.append(_slot_gradients(row_weights, layout).view(torch.uint8))
-            label = f"backward of {handle._name}"
-            splits = layout.recv_splits, plan.send_splits
-            received = _exchange(a2a, operation, label, sent, *splits)
+            exchange = a2a._exchange(operation, f"backward of {handle._name}")
+            received = way.back(sent, exchange, merge)
             with a2a._phase(operation, "reduce"):
                 if weights_want:
                     slots = received.pop().view(torch.float32)
@@ -197,18 +202,17 @@ class Combine(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor) -> Gradients:
         """Send dy to the experts' ranks; give expert_out and row_weights their gradients."""
         a2a, handle, operation = ctx.a2a, ctx.handle, "combine backward"
-        plan, layout, device = handle._plan, handle.layout, handle._device
+        plan, layout, device, way = handle._plan, handle.layout, handle._device, handle._way
         wire, implementation = WireFormat.of(a2a.precision.combine_grad), codec.of(device)
         grad_out = grad_weights = None
         with torch.no_grad(), a2a._stopping_peers(operation):
             saved = ctx.saved_tensors  # before the exchange, for a checkpoint recomputes here
-            _keep_for_this_stream(plan, layout)
+            _keep_for_this_stream(plan, layout, way)
             with a2a._phase(operation, "quantize"):
                 dy = gradients[0].contiguous()
-                sent = implementation.quantize_rows(dy, wire, plan)
+                sent = [*implementation.quantize_rows(dy, wire, plan)]
             label = f"backward of {'weighted' if ctx.weighted else 'unweighted'} combine of"
-            splits = plan.send_splits, layout.recv_splits
-            received = _exchange(a2a, operation, f"{label} {handle._name}", sent, *splits)
+            received = way.forth(sent, a2a._exchange(operation, f"{label} {handle._name}"))
             rows = *received, wire, a2a.hidden
             with a2a._phase(operation, "arrive"):
                 if ctx.needs_input_grad[0]:
@@ -243,21 +247,6 @@ def differentiable_once(*gradients: torch.Tensor | None) -> Gradients:
     return tuple(None if g is None else Once.apply(g.requires_grad_()) for g in gradients)
 
 
-def _exchange(
-    a2a: AllToAll,
-    operation: str,
-    label: str,
-    sends: Any,
-    send_splits: np.ndarray,
-    recv_splits: np.ndarray,
-) -> list[torch.Tensor]:
-    num_rows = int(recv_splits.sum())
-    recvs = [stream.new_empty((num_rows, stream.shape[1])) for stream in sends]
-    with a2a._phase(operation, "exchange", label):
-        a2a._transport.exchange(sends, send_splits, recvs, recv_splits)
-    return recvs
-
-
 def _slot_gradients(row_weights: torch.Tensor | None, layout: ExpertLayout) -> torch.Tensor:
     """Gradient of each slot of each wire row, ``[n, K]`` float32; 0 where there is no row."""
     if row_weights is None:
@@ -278,6 +267,13 @@ def _token_sums(slots: torch.Tensor, plan: RoutePlan) -> torch.Tensor:
     return sums.index_add_(0, tokens, slots[plan.places.long()])
 
 
+def _relay_sums(rows: torch.Tensor, relay: RelayPlan) -> torch.Tensor:
+    """Sum the rows of slot gradients of each row that the relay had handed on, as bytes again."""
+    slots = rows.view(torch.float32)
+    sums = slots.new_zeros((relay.num_tokens, slots.shape[1]))
+    return sums.index_add_(0, relay.row_tokens, slots).view(torch.uint8)
+
+
 def _row_weights(layout: ExpertLayout) -> torch.Tensor | None:
     """Weight of each expert row as it came, ``[M]``; `layout.row_weights` may be changed since."""
     if layout.weights is None:
@@ -287,9 +283,9 @@ def _row_weights(layout: ExpertLayout) -> torch.Tensor | None:
     return rows[:-1]
 
 
-def _keep_for_this_stream(*tables: RoutePlan | ExpertLayout) -> None:
+def _keep_for_this_stream(plan: RoutePlan, layout: ExpertLayout, way: Way) -> None:
     """Tell the allocator that tables made on other streams are read on the current one."""
-    for table in tables:
-        for tensor in vars(table).values():
+    for tables in (vars(plan).values(), vars(layout).values(), way.tables):
+        for tensor in tables:
             if isinstance(tensor, torch.Tensor) and tensor.is_cuda:
                 tensor.record_stream(torch.cuda.current_stream(tensor.device))

@@ -193,6 +193,16 @@ def info(json_file: Path | None) -> None:
     show_default=True,
     help="Also measure a plain all-to-all of BF16 rows, one copy per expert.",
 )
+@click.option(
+    "--route",
+    multiple=True,
+    help="flat, two_hop or auto; repeat or separate by commas.  [default: flat]",
+)
+@click.option(
+    "--ranks-per-node",
+    type=int,
+    help="Consecutive ranks that are a node.  [default: those of a host, or of an NCCL_HOSTID]",
+)
 @click.option("--check-all", is_flag=True, help="Check the contents of all rows, not of a sample.")
 @click.option(
     "--calibrate",
@@ -209,14 +219,16 @@ def bench(context: click.Context, **options: Any) -> None:
 
     Under mpirun or torchrun on their ranks; alone on --ranks threads of this process.
     """
-    names = ("combine", "arrive", "alignment", "check_all", "plain", *RUN_SETTINGS)
     if options["topology_file"] is not None:
         _calibrate(context)
         return
+    own = "combine", "arrive", "alignment", "check_all", "plain", "ranks_per_node"
 
     def settings() -> Settings:
         wires = [wire for text in options["wire"] for wire in text.split(",")]
-        given = {name: options[name] for name in names}
+        routes = [route for text in options["route"] for route in text.split(",")]
+        given = {name: options[name] for name in (*own, *RUN_SETTINGS)}
+        given["routes"] = tuple(dict.fromkeys(routes or ["flat"]))
         return Settings(tuple(dict.fromkeys(wires or FORMATS)), **given)
 
     def show(environment: Environment, report: Report) -> None:

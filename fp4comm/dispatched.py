@@ -9,6 +9,7 @@ from typing import Generic, TypeVar
 import torch
 
 from fp4comm.eager import uncompiled
+from fp4comm.hops import Way
 from fp4comm.packed import PackedRows
 from fp4comm.precision import Precision
 from fp4comm.routing import ExpertLayout, RoutePlan
@@ -27,6 +28,7 @@ class Handle:
 
     layout: ExpertLayout
     _plan: RoutePlan = dataclasses.field(repr=False)
+    _way: Way = dataclasses.field(repr=False)
     _transport: Transport = dataclasses.field(repr=False)
     _hidden: int
     _precision: Precision
@@ -57,7 +59,8 @@ class Dispatched:
         num_rows: ``[local experts]`` int64 on x's device: live rows of each.
         num_rows_list: the same as ints.
         expert_offsets: ``[local experts + 1]`` int64, multiples of ``expert_alignment``.
-        packed: the wire rows that arrived, by source rank and token: the activation cache.
+        packed: the wire rows that arrived, by source rank and token; by the two-hop route first by
+            the rank that relayed them.  The activation cache.
         handle: for `AllToAll.combine`.
     """
 

@@ -31,6 +31,7 @@ class Case:
     weighted: bool = True  # False: the experts apply the weights
     integers: bool = False
     seed: int = 0
+    node_sizes: tuple = ()  # ranks of each node, by the two-hop route; else by the flat one
 
 
 ROUTINGS = {
@@ -105,6 +106,8 @@ def make(transport, case, kind=AllToAll, **changed):
     """Make the object that a case is run with."""
     precision = Precision(case.wire, combine_grad=case.combine_grad)
     kwargs = {"num_experts": case.num_experts, "hidden": case.hidden, "precision": precision}
+    if case.node_sizes:
+        kwargs |= {"route": "two_hop", "ranks_per_node": case.node_sizes}
     return kind(
         transport, **(kwargs | {"arrive": "bf16", "expert_alignment": 4, "timeout_s": 60} | changed)
     )

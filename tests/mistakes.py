@@ -166,6 +166,18 @@ OBJECT_MISTAKES = [
             "rank {r} of {n}: hidden: expected at most 2147483647, got"),
     Mistake("no time", option(timeout_s=0), ValueError,
             "rank {r} of {n}: timeout_s: expected more than 0 seconds, got 0"),
+    Mistake("unknown route", option(route="three_hop"), ValueError,
+            "rank {r} of {n}: route: expected one of flat, two_hop, auto, got 'three_hop'"),
+    Mistake("nodes that do not divide", option(ranks_per_node=7), ValueError,
+            "rank {r} of {n}: ranks_per_node: expected a divisor of {n} ranks, .*, got 7"),
+    Mistake("nodes of another sum", option(ranks_per_node=[1, 7]), ValueError,
+            r"rank {r} of {n}: ranks_per_node: expected a sum of {n} ranks, got \[1, 7\]"),
+    Mistake("a node without ranks", option(ranks_per_node=0), ValueError,
+            "rank {r} of {n}: ranks_per_node: expected at least 1, got 0"),
+    Mistake("nodes by name", option(ranks_per_node="a"), TypeError,
+            "rank {r} of {n}: ranks_per_node: expected an int, got str"),
+    Mistake("links a number", option(links=9.0), TypeError,
+            "rank {r} of {n}: links: expected Links, got float"),
 ]  # fmt: skip
 
 OBJECT_DIFFERENCES = [
@@ -175,6 +187,8 @@ OBJECT_DIFFERENCES = [
             "rank {r} of {n}: num_experts: expected 10 as on rank 0, got 12"),
     Mistake("other wire", option(precision=Precision(dispatch="fp8")), ValueError,
             r"rank {r} of {n}: dispatch: expected mxfp4 \(even\) as on rank 0, got fp8 \(ceil\)"),
+    Mistake("other route", option(route="two_hop", ranks_per_node=1), ValueError,
+            "rank {r} of {n}: route: expected flat as on rank 0, got two_hop"),
     Mistake("other rule", option(precision=Precision(WireFormat("mxfp4", "floor"))), ValueError,
             r"rank {r} of {n}: dispatch: expected mxfp4 \(even\) .*, got mxfp4 \(floor\)"),
 ]  # fmt: skip

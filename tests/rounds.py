@@ -30,6 +30,7 @@ class Round:
     weights: torch.dtype | None = torch.float32
     idx_dtype: torch.dtype = torch.int64
     fp8_input: bool = False
+    node_sizes: tuple = ()  # ranks of each node, by the two-hop route; else by the flat one
 
     @property
     def precision(self):
@@ -127,7 +128,9 @@ def expected(case, num_ranks):
     num_tokens = [len(i) for i in ids]
     with np.errstate(all="ignore"):
         sums = {
-            weighted: reference.combine(outs, arrived, num_tokens, case.precision.combine, weighted)
+            weighted: reference.combine(
+                outs, arrived, num_tokens, case.precision.combine, weighted, case.node_sizes
+            )
             for weighted in (True, False)
         }
     return arrived, sums
@@ -143,7 +146,7 @@ def check_round(transport, case):
     """Run one round on this rank and compare it with the reference."""
     rank = transport.rank
     arrived, sums = expected(case, transport.num_ranks)
-    want = arrived[rank]
+    want = in_order_of_arrival(arrived[rank], case, rank)
     x, idx, weights = inputs(case, rank)
     with AllToAll(
         transport,
@@ -154,6 +157,7 @@ def check_round(transport, case):
         expert_alignment=case.alignment,
         scale_layout=case.scale_layout,
         timeout_s=60,
+        **route_of(case),
     ) as a2a:
         d = a2a.dispatch(x, idx, weights)
         compare_dispatched(d, want, case)
@@ -167,10 +171,36 @@ def check_round(transport, case):
         compare_dispatched(a2a.dispatch(x, handle=d.handle), want, case)
 
 
+def route_of(case):
+    """Arguments of AllToAll that choose the route of a round."""
+    return {"route": "two_hop", "ranks_per_node": case.node_sizes} if case.node_sizes else {}
+
+
+def in_order_of_arrival(arrived, case, rank):
+    """Put packed rows into the order that the two-hop route has: by relay, source, token."""
+    if len(case.node_sizes) < 2:
+        return arrived
+    nodes = [list(g) for g in np.split(np.arange(sum(case.node_sizes)), np.cumsum(case.node_sizes))]
+    own = next(ranks for ranks in nodes if rank in ranks)
+    relays = []
+    for source in arrived.origins[:, 0].tolist():
+        place = next(ranks.index(source) for ranks in nodes if source in ranks)
+        relays.append(source if source in own else own[place % len(own)])
+    order = np.argsort(np.array(relays, int), kind="stable")
+    row_source = np.where(arrived.row_source < 0, -1, np.argsort(order)[arrived.row_source])
+    return dataclasses.replace(
+        arrived,
+        payload=arrived.payload[order],
+        scales=arrived.scales[order],
+        row_source=row_source if len(order) else arrived.row_source,
+    )
+
+
 def compare_dispatched(d, want, case):
     """Compare what arrived: rows with their scales and weights, counts, offsets, packed rows."""
     assert d.num_rows_list == list(want.num_rows) == d.num_rows.tolist()
     assert d.expert_offsets.tolist() == list(want.expert_offsets)
+    assert d.handle.layout.row_source.tolist() == list(want.row_source)
     same_rows((d.packed.payload.numpy(), d.packed.scales.numpy()), (want.payload, want.scales))
     if case.arrive == "packed":
         assert d.rows is None

@@ -222,6 +222,30 @@ def test_every_row_is_right_and_has_the_bytes_that_travelled(arrive, combine):
         assert row.time.median_us > 0
 
 
+def test_routes_in_turn_and_the_bytes_across_nodes_and_inside_them():
+    workload = dataclasses.replace(SMALL, num_ranks=4)
+    settings = {"routes": ("flat", "two_hop"), "ranks_per_node": 2, "plain": True}
+    plain, *rows = measure(workload, **settings)[0].rows
+    ops = [(row.op, row.route) for row in rows]
+    assert ops == [(op, r) for r in ("flat", "two_hop") for op in ("dispatch", "combine")]
+    owners = Placement(6, 4).owners
+    goes = np.zeros((4, 4), np.int64)  # rows from each rank to each
+    crosses = np.zeros((4, 2), np.int64)  # and to each node
+    for rank in range(4):
+        for experts in workload.routing(rank)[0]:
+            goes[rank, sorted(set(owners[experts].tolist()))] += 1
+            crosses[rank, sorted(set((owners[experts] // 2).tolist()))] += 1
+    num_bytes = WireFormat("mxfp4").row_bytes(160) + 18
+    other = np.array([[0, 1], [0, 1], [1, 0], [1, 0]])
+    flat, two_hop = rows[0], rows[2]
+    assert flat.between_bytes == max((goes * np.repeat(other, 2, axis=1)).sum(1)) * num_bytes
+    assert two_hop.between_bytes == max((crosses * other).sum(1)) * num_bytes
+    assert two_hop.between_bytes < flat.between_bytes < plain.between_bytes
+    assert two_hop.wire_rows.total == goes.sum() + crosses.sum()
+    assert two_hop.inside_bytes > flat.inside_bytes > 0
+    assert all(row.num_wrong == 0 and row.num_checked > 0 for row in rows)
+
+
 @pytest.mark.parametrize("num_ranks", [1, 2, 5])
 def test_the_plain_all_to_all_sends_a_copy_to_each_expert(num_ranks):
     workload = dataclasses.replace(SMALL, num_ranks=num_ranks)

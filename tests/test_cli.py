@@ -58,7 +58,7 @@ def test_bench_prints_a_row_for_each_operation_and_wire_format():
         ["plain", "bf16"],
         *(cells for wire in FORMATS for cells in (["dispatch", wire], ["combine", "bf16"])),
     ]
-    assert {len(row) for row in rows} == {13}
+    assert {len(row) for row in rows} == {16}
     vs_bf16, vs_plain = ([row[column] for row in rows] for column in (-3, -2))
     assert vs_bf16[:3] == ["-", "1.00", "1.00"]  # bf16 against itself
     assert [cell == "-" for cell in vs_plain] == [True, *[False, True] * 4]  # dispatches alone
@@ -162,6 +162,8 @@ BAD = [
     (["--wire", "fp5"], "wire format: expected one of bf16, fp8, mxfp8, mxfp4, got 'fp5'"),
     (["--combine", "fp5"], "wire format: expected one of"),
     (["--arrive", "fp4"], "arrive: expected one of fp8, bf16, packed"),
+    (["--route", "flat,three_hop"], "route: expected one of flat, two_hop, auto, got 'three_hop'"),
+    (["--ranks-per-node", "3"], "ranks_per_node: expected a divisor of 2 ranks"),
     (["--alignment", "0"], "alignment: expected at least 1"),
     (["--skew", "-2"], "skew: expected"),
     (["--ranks", "0"], "num_ranks: expected at least 1"),

@@ -269,7 +269,7 @@ def test_backward_operations_as_the_reference(wire, hidden):
 
 
 @by_wire
-def test_final_reduce_as_the_reference(wire):
+def test_reduces_of_wire_rows_as_the_reference(wire):
     payload, scales = any_wire_rows(wire, 160)
     rng = np.random.default_rng(10)
     counts = rng.integers(0, 4, 130)
@@ -284,9 +284,12 @@ def test_final_reduce_as_the_reference(wire):
     )
     parts = torch.from_numpy(payload), torch.from_numpy(scales)
     got = cpu.final_reduce(*parts, wire, 160, plan)
+    sums = cpu.relay_reduce(*parts, wire, 160, plan)
     with np.errstate(invalid="ignore", over="ignore"):
         want = reference.final_reduce(payload, scales, wire, 160, offsets, places)
+        want_sums = reference.relay_reduce(payload, scales, wire, 160, offsets, places)
     assert_rows_equal((bf16_bits(got),), (want,))
+    assert_rows_equal([part.numpy() for part in sums], want_sums)
 
 
 @by_wire

@@ -22,6 +22,7 @@ HERE = Path(__file__).resolve().parent
 NUM_CASES = int(os.environ.get("FP4COMM_ROUTING_CASES", 150))  # of each random test
 SANITIZERS = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
 PLAN_FIELDS = ("send_splits", "expert_counts", "place_offsets", "places", "route")
+RELAY_FIELDS = ("num_tokens", "place_offsets", "places", "row_tokens")
 LAYOUT_FIELDS = ("slot_rows", "weights", "row_weights", "row_source")
 
 
@@ -165,7 +166,17 @@ def assert_same(got, want, fields):
 def same_plan(idx, weights, placement):
     want = cpu.plan(idx, weights, placement)
     assert_same(cuda.plan(idx, weights, placement), want, PLAN_FIELDS)
+    np.testing.assert_array_equal(cuda.count(idx, placement), want.counts)
     return want
+
+
+def same_relay(monkeypatch, *args):
+    want, want_route = routing.relay(*args)
+    with monkeypatch.context() as patch:
+        patch.setattr(routing, "_of", lambda device: cuda)
+        got, got_route = routing.relay(*args)
+    assert_same(got, want, RELAY_FIELDS)
+    assert torch.equal(got_route, want_route)
 
 
 def same_layout(monkeypatch, *args):
@@ -205,6 +216,18 @@ def test_layouts_of_what_arrived(warps, monkeypatch):
         num_rows = sum(plan.expert_counts[rank, :held] for plan in plans)
         alignment = int(rng.choice([1, 16, 128]))
         same_layout(monkeypatch, torch.cat(routes), topk, splits, num_rows, alignment)
+
+
+def test_what_a_relay_hands_on(warps, monkeypatch):
+    """A route that came from a plan over nodes, planned again over the ranks of one of them."""
+    rng = np.random.default_rng(5)
+    for _ in range(NUM_CASES // 2):
+        num_tokens, topk, num_experts, num_ranks = random_shape(rng)
+        idx, weights = random_routing(rng, num_tokens, topk, num_experts)
+        route = cpu.plan(idx, weights, Placement(num_experts, 1)).route
+        placement = Placement(num_experts, num_ranks)
+        rows = cpu.count(idx, placement)[:, 0]
+        same_relay(monkeypatch, route, topk, placement, rows)
 
 
 @pytest.mark.parametrize(("missing", "text"), [(0, None), (1, "heap-buffer-overflow")])
@@ -260,6 +283,28 @@ def test_a_route_of_garbage_leads_nowhere_else(warps):
         slot_rows, row_source = filled["slot_rows"].numpy(), filled["row_source"].numpy()
         assert ((slot_rows >= -1) & (slot_rows < num_expert_rows)).all()
         assert ((row_source >= -1) & (row_source < num_rows)).all()
+
+
+def test_a_relay_of_garbage_leads_nowhere_else(warps, monkeypatch):
+    """The counts say how many rows; the route is whatever the memory held."""
+    rng = np.random.default_rng(6)
+    monkeypatch.setattr(routing, "_of", lambda device: cuda)
+    for _ in range(NUM_CASES):
+        num_came, topk = int(rng.integers(1, 70)), int(rng.integers(1, 50))
+        placement = Placement(int(rng.integers(1, 40)), int(rng.choice([1, 2, 3, 8, 33])))
+        slot_bytes = rng.choice([2, 6])
+        route = rng.integers(0, 256, (num_came, topk * slot_bytes), dtype=np.uint8)
+        if rng.random() < 0.7:
+            experts = rng.integers(-2, placement.num_experts + 2, (num_came, topk))
+            route[:, : 2 * topk] = experts.astype(np.int16).view(np.uint8)
+        splits = rng.integers(0, rng.choice([1, 5, 200]), placement.num_ranks)
+        plan, handed = routing.relay(torch.from_numpy(route), topk, placement, splits)
+        num_rows = int(splits.sum())
+        assert len(plan.places) == len(plan.row_tokens) == len(handed) == num_rows
+        assert ((plan.places >= 0) & (plan.places < max(num_rows, 1))).all()
+        assert ((plan.row_tokens >= 0) & (plan.row_tokens < num_came)).all()
+        assert (plan.place_offsets.diff() >= 0).all()
+        assert plan.place_offsets[-1] <= num_rows
 
 
 @pytest.mark.parametrize("topk", [1, 7, 8, 40])

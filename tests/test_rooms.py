@@ -33,13 +33,14 @@ ALLOWED = {
     "reference": {"formats", "reference"},
     "packed": {"check", "codec", "formats", "routing"},
     "agreement": {"formats", "precision", "routing", "texts", "transport"},
-    "dispatched": {"eager", "packed", "precision", "routing", "transport"},
+    "hops": {"agreement", "check", "codec", "hops", "routing", "transport"},
+    "dispatched": {"eager", "hops", "packed", "precision", "routing", "transport"},
     "autograd": {  # all_to_all for types alone
-        "all_to_all", "check", "codec", "dispatched", "formats", "routing",
+        "all_to_all", "check", "codec", "dispatched", "formats", "hops", "routing",
     },
     "all_to_all": {
-        "agreement", "autograd", "check", "codec", "dispatched", "eager", "formats", "packed",
-        "precision", "routing", "transport",
+        "agreement", "autograd", "check", "codec", "dispatched", "eager", "formats", "hops",
+        "packed", "precision", "routing", "transport",
     },
     "products": {"formats", "packed", "routing"},
     "experts": {"all_to_all", "autograd", "check", "eager", "products", "routing"},
@@ -55,6 +56,7 @@ OPERATIONS = (
     "row_dots",
     "weighted_reduce",
     "final_reduce",
+    "relay_reduce",
 )
 
 

@@ -50,6 +50,7 @@ def test_plan_is_that_of_plain_loops(kind, num_tokens, topk, num_experts, num_ra
     for token in range(num_tokens):
         own = places[offsets[token] : offsets[token + 1]]
         assert own == [row for row, t in enumerate(tokens) if t == token]
+    assert (routing.count(idx, placement) == plan.counts).all()
     for rank in range(num_ranks):
         local = [e for (r, _), (es, _) in rows.items() if r == rank for e in es if e >= 0]
         counts = plan.expert_counts[rank].tolist()
@@ -81,6 +82,15 @@ def test_shp_15_16_experts_stand_in_contiguous_ranges(num_experts, num_ranks, he
         assert placement.num_local_experts(rank) == held[rank]
         own = reference.expert_range(rank, num_ranks, num_experts)
         assert list(own) == [e for e in range(num_experts) if placement.owners[e] == rank]
+
+
+def test_relay_of_the_example():
+    route = torch.tensor([[1, 3], [2, -1]], dtype=torch.int16).view(torch.uint8)
+    plan, handed = routing.relay(route, 2, Placement(4, 2), np.array([1, 2]))
+    assert handed.view(torch.int16).tolist() == [[1, -1], [-1, 1], [0, -1]]
+    assert plan.row_tokens.tolist() == [0, 0, 1]
+    assert (plan.num_tokens, plan.place_offsets.tolist()) == (2, [0, 2, 3])
+    assert plan.places.tolist() == [0, 1, 2]
 
 
 def test_layout_of_the_example():

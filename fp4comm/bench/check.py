@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
@@ -109,8 +109,17 @@ class Checker:
         signal, noise = (tokens.squares[:, positions[sampled]]).sum(axis=1)
         return Checked(num_checked, num_wrong, float(signal), float(noise))
 
-    def combine(self, y: torch.Tensor, dispatch: WireFormat, combine: WireFormat) -> Checked:
-        """Compare the sums that came back with the reference: all ranks, the tokens of this one."""
+    def combine(
+        self,
+        y: torch.Tensor,
+        dispatch: WireFormat,
+        combine: WireFormat,
+        node_sizes: Sequence[int] = (),
+    ) -> Checked:
+        """Compare the sums that came back with the reference: all ranks, the tokens of this one.
+
+        By the two-hop route node_sizes are the ranks of each node.
+        """
         tokens, rank = self._tokens[self._rank], self._rank
         got = _bits(y.cpu())
         if got.shape != (self._num_tokens[rank], self._hidden):
@@ -119,7 +128,7 @@ class Checker:
         arrived = self._arrivals_of_my_tokens(dispatch)
         outs = [self._reference_outputs(values, a, r) for r, a in enumerate(arrived)]
         counts = [len(tokens) * (source == rank) for source in range(len(self._xs))]
-        wanted = reference.combine(outs, arrived, counts, combine)[rank]
+        wanted = reference.combine(outs, arrived, counts, combine, node_sizes=node_sizes)[rank]
         return Checked(len(tokens), int((got[tokens] != wanted).any(axis=1).sum()))
 
     def plain(self, rows: torch.Tensor) -> Checked:

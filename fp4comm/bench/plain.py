@@ -8,6 +8,7 @@ source rank, then expert; putting them expert by expert would come on top.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -15,7 +16,7 @@ import torch
 
 from fp4comm.bench.check import Checked, Checker
 from fp4comm.bench.clock import Stopwatch, gather
-from fp4comm.bench.rows import Row, row_bytes, timing, traffic
+from fp4comm.bench.rows import Row, across_nodes, row_bytes, timing, traffic
 from fp4comm.bench.workload import Workload
 from fp4comm.formats import WireFormat
 from fp4comm.routing import Placement
@@ -62,12 +63,19 @@ class Plain:
         workload: the inputs.
         device: as `Stopwatch` takes it.
         checker: of this rank.
+        node_sizes: ranks of each node.
     """
 
     def __init__(
-        self, transport: Transport, workload: Workload, device: str, checker: Checker
+        self,
+        transport: Transport,
+        workload: Workload,
+        device: str,
+        checker: Checker,
+        node_sizes: Sequence[int],
     ) -> None:
         """Start with nothing measured."""
+        self._node_sizes = node_sizes
         self._transport, self._workload = transport, workload
         self._stopwatch, self._checker = Stopwatch(transport, device), checker
         self._placement = Placement(workload.num_experts, transport.num_ranks)
@@ -96,6 +104,7 @@ class Plain:
         checked = [self._checked.num_rows, self._checked.num_wrong]
         num_checked, num_wrong = gather(self._transport, checked).sum(axis=0).tolist()
         rows, num_bytes = traffic(sent_rows), row_bytes(BF16, self._workload.hidden)
+        between, inside = across_nodes(sent_rows * num_bytes, self._node_sizes)
         return Row(
             op="plain",
             format=BF16.name,
@@ -109,4 +118,6 @@ class Plain:
             parts_us={},
             num_checked=num_checked,
             num_wrong=num_wrong,
+            between_bytes=between,
+            inside_bytes=inside,
         )

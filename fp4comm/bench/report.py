@@ -94,6 +94,8 @@ def header_lines(environment: Environment, report: Report, settings: Settings) -
         *TIMED[settings.device],
         "busiest rank: sends most to others; wire rows, wire B: all it sends, to itself and route"
         " included",
+        "between B, inside B: most that a rank sends to other nodes, and to others of its node; by"
+        " both hops",
         "bf16 B: the same rows in bf16; algbw: wire B / median; busbw: its bytes to other ranks /"
         " median",
         "GB/s = 10^9 B/s; vs bf16: times faster than the same op of the bf16 dispatch; vs plain:"
@@ -141,9 +143,12 @@ Cell = Callable[[Row, Report], str]
 COLUMNS: tuple[tuple[str, str, int, Cell], ...] = (
     ("op", "", 8, lambda row, _: row.op),
     ("format", "", 6, lambda row, _: row.format),
+    ("route", "", 7, lambda row, _: row.route),
     ("tokens", "(/rank)", 8, lambda row, report: _range(report.num_tokens)),
     ("wire rows", "(rows)", 9, lambda row, _: str(row.wire_rows.sent)),
     ("wire B", "(B)", 11, lambda row, _: str(row.wire_bytes.sent)),
+    ("between B", "(B)", 11, lambda row, _: str(row.between_bytes)),
+    ("inside B", "(B)", 11, lambda row, _: str(row.inside_bytes)),
     ("bf16 B", "(B)", 11, lambda row, _: str(row.bf16_bytes)),
     ("median", "(us)", 9, lambda row, _: f"{row.time.median_us:.1f}"),
     ("p90", "(us)", 9, lambda row, _: f"{row.time.p90_us:.1f}"),

@@ -89,6 +89,19 @@ def traffic(matrix: npt.NDArray[np.int64]) -> Traffic:
     )
 
 
+def across_nodes(matrix: npt.NDArray[np.int64], node_sizes: Sequence[int]) -> tuple[int, int]:
+    """Most that a rank sends to other nodes, and most that one sends to others of its own node.
+
+    >>> across_nodes(np.array([[8, 12, 15, 14], [1, 0, 0, 9], [0, 0, 0, 0], [40, 2, 3, 5]]), (2, 2))
+    (42, 12)
+    """
+    nodes = np.repeat(np.arange(len(node_sizes)), node_sizes)
+    is_inside = nodes[:, None] == nodes
+    to_others = matrix * ~np.eye(len(matrix), dtype=bool)
+    between, inside = ((to_others * part).sum(axis=1).max() for part in (~is_inside, is_inside))
+    return int(between), int(inside)
+
+
 def speedup(base_us: float, time_us: float) -> float:
     """How many times faster than the base: 8 ms against 2 ms is 4."""
     return base_us / time_us
@@ -131,6 +144,9 @@ class Row:
         num_checked: rows whose contents were compared, on all ranks.
         num_wrong: rows that differ from the reference, on all ranks.
         sqnr_db: of the dispatched rows against x, where compared.
+        route: ``"flat"`` or ``"two_hop"``, whose rows of both hops are counted.
+        between_bytes: of the rank that sends most to other nodes, those.
+        inside_bytes: of the rank that sends most to other ranks of its node, those.
     """
 
     op: str
@@ -146,6 +162,9 @@ class Row:
     num_checked: int
     num_wrong: int
     sqnr_db: float | None = None
+    route: str = "flat"
+    between_bytes: int = 0
+    inside_bytes: int = 0
 
     @property
     def algbw_gbs(self) -> float:
@@ -171,7 +190,8 @@ class Row:
 
 
 def _is_base_of(row: Row, other: Row) -> bool:
-    return row.op in PARTS and (other.op, other.dispatch) == (row.op, "bf16")
+    of_base = row.op, "bf16", row.route
+    return row.op in PARTS and (other.op, other.dispatch, other.route) == of_base
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,18 +11,28 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
 import torch
 
-from fp4comm import check
+from fp4comm import check, hops
 from fp4comm.all_to_all import ARRIVALS, AllToAll, Dispatched
 from fp4comm.bench.check import SAMPLE_ELEMENTS, Checked, Checker, expert_outputs
 from fp4comm.bench.clock import Stopwatch, gather
 from fp4comm.bench.plain import Plain
-from fp4comm.bench.rows import PARTS, Report, Row, check_counts, row_bytes, sqnr_db, timing, traffic
+from fp4comm.bench.rows import (
+    PARTS,
+    Report,
+    Row,
+    across_nodes,
+    check_counts,
+    row_bytes,
+    sqnr_db,
+    timing,
+    traffic,
+)
 from fp4comm.bench.workload import Workload
 from fp4comm.formats import WireFormat
 from fp4comm.precision import Precision
@@ -49,6 +59,8 @@ class Settings:
         timeout_s: as `AllToAll` takes it.
         device: ``"cpu"``, or ``"cuda"``: the device that is current on each rank.
         plain: also measure the plain all-to-all of BF16 rows.
+        routes: as `AllToAll` takes them, in turn.
+        ranks_per_node: likewise; for the bytes across nodes too.
     """
 
     wires: tuple[str, ...]
@@ -61,6 +73,8 @@ class Settings:
     timeout_s: float = 300.0
     device: str = "cpu"
     plain: bool = False
+    routes: tuple[str, ...] = ("flat",)
+    ranks_per_node: int | None = None
 
     def __post_init__(self) -> None:
         """Check the arguments."""
@@ -69,6 +83,10 @@ class Settings:
         for wire in self.wires:
             WireFormat.of(wire)
             self.combine_of(wire)
+        if not self.routes:
+            raise ValueError("route: expected at least one route, got none")
+        for route in self.routes:
+            check.one_of("route", route, hops.ROUTES)
         check.one_of("arrive", self.arrive, ARRIVALS)
         check.positive_int("alignment", self.alignment)
         check.one_of("device", self.device, DEVICES)
@@ -99,8 +117,15 @@ def measure(
     limit = None if settings.check_all else SAMPLE_ELEMENTS
     checker = Checker(workload, transport.rank, settings.arrive, settings.alignment, limit)
     inputs = _inputs(workload, transport.rank, settings.device)
-    runs = [Run(transport, workload, settings, wire, checker) for wire in settings.wires]
-    peers = [Plain(transport, workload, settings.device, checker)] if settings.plain else []
+    sizes = hops.check_ranks_per_node(settings.ranks_per_node, transport.num_ranks)
+    sizes = hops.find_nodes(transport) if sizes is None else sizes
+    runs = [
+        Run(transport, workload, settings, wire, checker, route, sizes)
+        for wire in settings.wires
+        for route in settings.routes
+    ]
+    of_plain = transport, workload, settings.device, checker, sizes
+    peers = [Plain(*of_plain)] if settings.plain else []
     last = settings.warmup + settings.iterations - 1
     progress("warming up")
     for i in range(last + 1):
@@ -160,7 +185,12 @@ def current_device(kind: str) -> torch.device:
 
 
 def _all_to_all(
-    transport: Transport, settings: Settings, wire: str, num_experts: int, hidden: int
+    transport: Transport,
+    settings: Settings,
+    wire: str,
+    num_experts: int,
+    hidden: int,
+    **route: Any,
 ) -> AllToAll:
     return AllToAll(
         transport,
@@ -170,6 +200,7 @@ def _all_to_all(
         arrive=settings.arrive,
         expert_alignment=settings.alignment,
         timeout_s=settings.timeout_s,
+        **route,
     )
 
 
@@ -182,7 +213,7 @@ def _inputs(
 
 
 class Run:
-    """One wire format on one rank: its AllToAll and what was measured so far."""
+    """One wire format and route on one rank: its AllToAll and what was measured so far."""
 
     def __init__(
         self,
@@ -191,25 +222,31 @@ class Run:
         settings: Settings,
         wire: str,
         checker: Checker,
+        route: str = "flat",
+        node_sizes: Sequence[int] = (),
     ) -> None:
-        """Make the AllToAll; collective."""
+        """Make the AllToAll; collective.  Without node_sizes all ranks are on one node."""
         self._transport, self._workload, self._settings = transport, workload, settings
         self._checker, self._stopwatch = checker, Stopwatch(transport, settings.device)
         self._wires = {"dispatch": WireFormat.of(wire), "combine": settings.combine_of(wire)}
-        self._a2a = _all_to_all(transport, settings, wire, workload.num_experts, workload.hidden)
+        self._node_sizes = node_sizes or (transport.num_ranks,)
+        sizes = workload.num_experts, workload.hidden
+        by: dict[str, Any] = {"route": route, "ranks_per_node": self._node_sizes}
+        self._a2a = _all_to_all(transport, settings, wire, *sizes, **by)
         self._samples: dict[str, list[int]] = {op: [] for op in PARTS}  # ns of whole calls
         self._parts: dict[str, list[list[int]]] = {op: [] for op in PARTS}  # ns of the parts
         self._checked: dict[str, Checked] = {}
-        self._recv_splits = np.zeros(transport.num_ranks, np.int64)
+        self._hops: list[tuple[np.ndarray, np.ndarray]] = []  # of the last call
 
     def once(self, inputs: tuple[Any, ...], *, check_result: bool) -> None:
         """Dispatch, let the experts work untimed, combine; on a CPU also time the parts."""
         kinds = (WHOLE,) if self._settings.device == "cuda" else (WHOLE, BY_PART)
         d, y = self._round(inputs, kinds)
-        self._recv_splits = d.handle.layout.recv_splits
+        self._hops = d.handle._way.hops
         if check_result:
             self._checked["dispatch"] = self._checker.dispatch(d, self._wires["dispatch"])
-            self._checked["combine"] = self._checker.combine(y, **self._wires)
+            sizes = self._node_sizes if len(self._hops) > 1 else ()
+            self._checked["combine"] = self._checker.combine(y, **self._wires, node_sizes=sizes)
 
     def once_by_part(self, inputs: tuple[Any, ...]) -> None:
         """Do the same and time the parts alone: on a GPU each waits for the device."""
@@ -240,12 +277,13 @@ class Run:
     def _row(self, op: str) -> Row:
         workload, wire = self._workload, self._wires[op]
         slowest_us = gather(self._transport, self._samples[op]).max(axis=0) / 1e3
-        arrived = gather(self._transport, self._recv_splits)  # row d: what rank d got from each
-        sent_rows = arrived.T if op == "dispatch" else arrived  # combine goes the way back
+        forth, back = (sum(of_hops) for of_hops in zip(*self._hops, strict=True))
+        sent_rows = gather(self._transport, forth if op == "dispatch" else back)
         route = workload.num_topk if op == "dispatch" else 0
         num_bytes = row_bytes(wire, workload.hidden, route)
         checked = self._gather_checked(op)
         rows = traffic(sent_rows)
+        between, inside = across_nodes(sent_rows * num_bytes, self._node_sizes)
         copy_bytes = row_bytes(wire, workload.hidden, 1 if op == "dispatch" else 0)
         return Row(
             op=op,
@@ -261,6 +299,9 @@ class Run:
             num_checked=checked.num_rows,
             num_wrong=checked.num_wrong,
             sqnr_db=sqnr_db(checked.signal, checked.noise),
+            route="flat" if len(self._hops) == 1 else "two_hop",
+            between_bytes=between,
+            inside_bytes=inside,
         )
 
     def _parts_us(self, op: str) -> dict[str, float]:

@@ -10,6 +10,8 @@ Each implementation has the same functions, and each gives the bytes of `fp4comm
     row_dots          wire rows, expert outputs -> gradient of each expert row's weight
     weighted_reduce   expert outputs -> wire rows of combine
     final_reduce      wire rows of combine -> tokens
+    relay_reduce      wire rows of combine -> fewer of them, on their way to another node
+    rows_like         room for rows that arrive
 """
 
 from __future__ import annotations

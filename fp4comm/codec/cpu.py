@@ -11,7 +11,7 @@ import torch
 from fp4comm.codec import cpu_kernels as kernels
 from fp4comm.codec import threads
 from fp4comm.formats import FP8_BLOCK, TILE_ROWS, WireFormat
-from fp4comm.routing import ExpertLayout, RoutePlan, tile_table
+from fp4comm.routing import ExpertLayout, RelayPlan, RoutePlan, tile_table
 
 KINDS = {
     "bfloat16": kernels.BFLOAT16_ROWS,
@@ -74,6 +74,11 @@ def empty_rows(
         empty((num_rows, wire.payload_bytes(hidden)), np.uint8),
         empty((num_rows, wire.scale_bytes(hidden)), np.uint8),
     )
+
+
+def rows_like(rows: torch.Tensor, num_rows: int) -> torch.Tensor:
+    """Allocate rows as wide as these uint8 ones."""
+    return empty((num_rows, rows.shape[1]), np.uint8)
 
 
 def empty(shape: tuple[int, int], dtype: type[np.generic]) -> torch.Tensor:
@@ -311,6 +316,33 @@ def final_reduce(
         out.numpy(),
     )
     return out.view(torch.bfloat16)
+
+
+def relay_reduce(
+    payload: torch.Tensor, scales: torch.Tensor, wire: WireFormat, hidden: int, plan: RelayPlan
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sum each token's wire rows as `final_reduce` does, to a wire row of the same format.
+
+    Returns:
+        payload and scales of ``plan.num_tokens`` wire rows.
+    """
+    out, out_scales = empty_rows(plan.num_tokens, wire, hidden, payload.device)
+    threads.run(
+        kernels.relay_reduce,
+        plan.num_tokens,
+        2 * wire.row_bytes(hidden),
+        hidden,
+        _kind(wire),
+        wire.format.block,
+        wire.scale_round,
+        payload.numpy(),
+        scales.numpy(),
+        plan.place_offsets.numpy(),
+        plan.places.numpy(),
+        out.numpy(),
+        out_scales.numpy(),
+    )
+    return out, out_scales
 
 
 def _kind(wire: WireFormat) -> int:

@@ -836,18 +836,48 @@ def weighted_reduce(
 
 
 @jit
+def sum_wire_rows(total, values, kind, block, payload, scales, own):
+    """Sum these wire rows in order, from +0; values is room for one of them."""
+    if kind == BFLOAT16_ROWS:
+        sum_bf16_rows(total, payload.view(np.int16), own, np.ones(own.shape[0], np.float32))
+        return
+    total[:] = 0.0
+    for p in range(own.shape[0]):
+        decode_row(kind, block, payload[own[p]], scales[own[p]], values)
+        for i in range(total.shape[0]):
+            total[i] = total[i] + values[i]
+
+
+@jit
 def final_reduce(first, last, kind, block, payload, scales, place_offsets, places, out):
     """Sum the wire rows of each token, by ascending rank, and round to BF16 (uint16)."""
     total = np.empty(out.shape[1], np.float32)
     values = np.empty(out.shape[1], np.float32)
     for t in range(first, last):
         own = places[place_offsets[t] : place_offsets[t + 1]]
-        if kind == BFLOAT16_ROWS:
-            sum_bf16_rows(total, payload.view(np.int16), own, np.ones(own.shape[0], np.float32))
-        else:
-            total[:] = 0.0
-            for p in range(own.shape[0]):
-                decode_row(kind, block, payload[own[p]], scales[own[p]], values)
-                for i in range(total.shape[0]):
-                    total[i] = total[i] + values[i]
+        sum_wire_rows(total, values, kind, block, payload, scales, own)
         encode_bf16(total, out[t])
+
+
+@jit
+def relay_reduce(
+    first,
+    last,
+    hidden,
+    kind,
+    block,
+    scale_round,
+    payload,
+    scales,
+    place_offsets,
+    places,
+    out,
+    out_scales,
+):
+    """Sum the wire rows of each token, by ascending rank, and pack the sums."""
+    total = np.empty(hidden, np.float32)
+    values = np.empty(hidden, np.float32)
+    for t in range(first, last):
+        own = places[place_offsets[t] : place_offsets[t + 1]]
+        sum_wire_rows(total, values, kind, block, payload, scales, own)
+        encode_row(kind, block, scale_round, total, out[t], out_scales[t])

@@ -16,7 +16,7 @@ import torch
 
 from fp4comm import cuda_kernels
 from fp4comm.formats import FORMATS, FP8_BLOCK, TILE_ROWS, WireFormat
-from fp4comm.routing import ExpertLayout, RoutePlan, tile_table, upload
+from fp4comm.routing import ExpertLayout, RelayPlan, RoutePlan, tile_table, upload
 
 INPUTS = {
     torch.bfloat16: "INPUT_BF16",
@@ -85,6 +85,8 @@ SHAPES = {
         max_registers=64,
         many=Shape(32, unroll=4, max_lanes=32, ahead=3),
     ),
+    ("relay_reduce",): Shape(16, max_lanes=128, ahead=2),
+    ("relay_reduce", "-DWIRE=WIRE_MXFP4"): Shape(32, max_lanes=32, ahead=1),
 }
 MANY = 40_000_000  # elements from which on `Shape.many` is the faster one
 
@@ -138,6 +140,11 @@ def empty_rows(
         torch.empty((num_rows, wire.payload_bytes(hidden)), dtype=torch.uint8, device=device),
         torch.empty((num_rows, wire.scale_bytes(hidden)), dtype=torch.uint8, device=device),
     )
+
+
+def rows_like(rows: torch.Tensor, num_rows: int) -> torch.Tensor:
+    """Allocate rows as wide as these uint8 ones."""
+    return rows.new_empty((num_rows, rows.shape[1]))
 
 
 def to_fp8_rows(
@@ -354,6 +361,29 @@ def final_reduce(
     return out
 
 
+def relay_reduce(
+    payload: torch.Tensor, scales: torch.Tensor, wire: WireFormat, hidden: int, plan: RelayPlan
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sum each token's wire rows to a wire row.  See `cpu.relay_reduce`."""
+    out, out_scales = empty_rows(plan.num_tokens, wire, hidden, payload.device)
+    _launch_rows(
+        "relay_reduce",
+        wire_options(wire),
+        (plan.num_tokens, hidden),
+        payload,
+        scales,
+        plan.place_offsets,
+        plan.places,
+        out,
+        out_scales,
+        np.int64(plan.num_tokens),
+        np.int32(hidden),
+        CHUNKS,
+        np.int32(wire.scale_round),
+    )
+    return out, out_scales
+
+
 def wire_options(wire: WireFormat, **more: str | int) -> cuda_kernels.Options:
     """Options of a kernel's compiler: the wire format, and what else the kernel wants to know."""
     names = {"WIRE": f"WIRE_{wire.name.upper()}", "CLIPS": int(wire.scale_rule == "floor"), **more}
@@ -387,7 +417,7 @@ def variants() -> list[tuple[str, cuda_kernels.Options]]:
                 add("to_fp8_rows", wire, COLUMN_SCALES=by_column)
             for weighted in (0, 1):
                 add("to_bf16_rows", wire, WEIGHTED=weighted)
-            for name in ("dequantize", "weighted_reduce", "final_reduce"):
+            for name in ("dequantize", "weighted_reduce", "final_reduce", "relay_reduce"):
                 add(name, wire)
             found["to_fp8_columns", _column_options(wire)] = None
             found["row_dots", wire_options(wire)] = None

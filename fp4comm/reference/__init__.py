@@ -34,6 +34,7 @@ from fp4comm.reference.rows import (
     group_gaps,
     load,
     quantize_rows,
+    relay_reduce,
     row_dots,
     scale_from_amax,
     to_bf16_rows,
@@ -59,6 +60,7 @@ __all__ = [
     "group_gaps",
     "load",
     "quantize_rows",
+    "relay_reduce",
     "row_dots",
     "scale_from_amax",
     "to_bf16_rows",
@@ -213,8 +215,12 @@ def combine(
     num_tokens: Sequence[int],
     wire: WireFormat,
     weighted: bool = True,
+    node_sizes: Sequence[int] = (),
 ) -> list[Array]:
     """Send expert outputs back and sum them to one row a token.
+
+    By the two-hop route the rows of one node, by ascending rank, are summed to a wire row first;
+    those rows are then summed by ascending node.
 
     Args:
         expert_outs: for each rank, BF16 bits [M, H]; padding rows are not read.
@@ -222,6 +228,7 @@ def combine(
         num_tokens: for each rank, T.
         wire: the combine wire.
         weighted: multiply by the weights that came with dispatch.
+        node_sizes: ranks of each node, by the two-hop route over several nodes; () by the flat one.
 
     Returns:
         For each rank, BF16 bits [T, H]; +0 for a token without experts.
@@ -233,9 +240,14 @@ def combine(
     ]
     payload = np.concatenate([p for p, _ in packed])
     scales = np.concatenate([s for _, s in packed])
+    origins = np.concatenate([a.origins for a in arrived])
+    if len(node_sizes) > 1:
+        ranks = np.repeat(np.arange(len(arrived)), [len(a.origins) for a in arrived])
+        nodes = np.repeat(np.arange(len(node_sizes)), node_sizes)[ranks]
+        payload, scales, origins = _sum_in_nodes(payload, scales, origins, nodes, wire, hidden)
     rows_of: dict[tuple[int, int], list[int]] = {}
-    for row, (source, token) in enumerate(np.concatenate([a.origins for a in arrived]).tolist()):
-        rows_of.setdefault((source, token), []).append(row)  # ascending rank
+    for row, (source, token) in enumerate(origins.tolist()):
+        rows_of.setdefault((source, token), []).append(row)  # ascending rank, or node
     ys = []
     for source, count in enumerate(num_tokens):
         lists = [rows_of.get((source, token), []) for token in range(count)]
@@ -243,3 +255,16 @@ def combine(
         token_rows = np.array([row for rows in lists for row in rows], np.int64)
         ys.append(final_reduce(payload, scales, wire, hidden, offsets, token_rows))
     return ys
+
+
+def _sum_in_nodes(
+    payload: Array, scales: Array, origins: Array, nodes: Array, wire: WireFormat, hidden: int
+) -> tuple[Array, Array, Array]:
+    """Sum the wire rows of each token in each node: payload, scales and origins, by node."""
+    rows_of: dict[tuple[int, int, int], list[int]] = {}
+    for row, (node, origin) in enumerate(zip(nodes.tolist(), origins.tolist(), strict=True)):
+        rows_of.setdefault((node, *origin), []).append(row)  # ascending rank
+    offsets = np.cumsum([0] + [len(rows) for rows in rows_of.values()])
+    token_rows = np.array([row for rows in rows_of.values() for row in rows], np.int64)
+    sums = relay_reduce(payload, scales, wire, hidden, offsets, token_rows)
+    return *sums, _matrix([key[1:] for key in rows_of], np.int64, 2)

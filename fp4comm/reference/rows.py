@@ -369,10 +369,39 @@ def final_reduce(
     Returns:
         BF16 bits [T, H]; +0 for a token without rows.
     """
+    return float32_to_bf16(_row_sums(payload, scales, wire, hidden, token_offsets, token_rows))
+
+
+def relay_reduce(
+    payload: Array,
+    scales: Array,
+    wire: WireFormat,
+    hidden: int,
+    token_offsets: Array,
+    token_rows: Array,
+) -> tuple[Array, Array]:
+    """Sum the wire rows of each token as `final_reduce` does, to a wire row of the same format.
+
+    Returns:
+        payload uint8 [T, payload_bytes] and scales uint8 [T, scale_bytes].
+    """
+    sums = _row_sums(payload, scales, wire, hidden, token_offsets, token_rows)
+    return quantize_rows(sums, wire)
+
+
+def _row_sums(
+    payload: Array,
+    scales: Array,
+    wire: WireFormat,
+    hidden: int,
+    token_offsets: Array,
+    token_rows: Array,
+) -> Array:
+    """Sums of the wire rows of each token, float32 [T, H]."""
     values = dequantize(payload, scales, wire, hidden)
     sums = np.zeros((len(token_offsets) - 1, hidden), np.float32)
     with np.errstate(all="ignore"):
         for t in range(len(sums)):
             for row in token_rows[token_offsets[t] : token_offsets[t + 1]]:
                 sums[t] = sums[t] + values[row]
-    return float32_to_bf16(sums)
+    return sums

@@ -87,6 +87,23 @@ class RoutePlan:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
+class RelayPlan:
+    """What a relay hands on: for the rows that came to it what a `RoutePlan` is for tokens.
+
+    Attributes:
+        num_tokens: rows that came.
+        place_offsets: ``[num_tokens + 1]`` int32, as in `RoutePlan`.
+        places: ``[n]`` int32.
+        row_tokens: ``[n]`` int32, which of the rows that came each wire row is a copy of.
+    """
+
+    num_tokens: int
+    place_offsets: torch.Tensor
+    places: torch.Tensor
+    row_tokens: torch.Tensor
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
 class ExpertLayout:
     """Where the rows that arrived go: expert-major, by source rank, token, slot within an expert.
 
@@ -147,9 +164,45 @@ def plan(
     return _of(topk_idx.device).plan(topk_idx, topk_weights, placement)
 
 
-def empty_plan(placement: Placement) -> RoutePlan:
-    """Plan nothing: what a rank that found a mistake sends along with its status word."""
-    return plan(torch.empty((0, 1), dtype=torch.int64), None, placement)
+def count(topk_idx: torch.Tensor, placement: Placement) -> np.ndarray:
+    """Count what `plan` would: its ``counts``, ``[num_ranks, 1 + most_local_experts]`` int64.
+
+    Args:
+        topk_idx: as for `plan`.
+        placement: where the experts are.
+
+    Raises:
+        ValueError: an index beyond -1..num_experts - 1.
+    """
+    return _of(topk_idx.device).count(topk_idx, placement)
+
+
+def relay(
+    route: torch.Tensor, num_topk: int, placement: Placement, send_splits: np.ndarray
+) -> tuple[RelayPlan, torch.Tensor]:
+    """Plan what a relay hands on of the rows that came to it.  Waits for nothing on a GPU.
+
+    Args:
+        route: ``[n, K * 6]`` or ``[n, K * 2]`` uint8, the route stream as it came, its experts
+            numbered within this node.
+        num_topk: K.
+        placement: where those stand, on the ranks of this node.
+        send_splits: ``[ranks of the node]`` int64, rows for each of them, from the counts.
+
+    Returns:
+        the plan, and the route stream to hand on.
+
+    Example: 2 ranks with 2 experts each.  A row that came with experts ``[1, 3]`` goes to both, as
+    ``[1, -1]`` and ``[-1, 1]``.
+    """
+    slots = len(route), num_topk
+    experts = torch.empty(slots, dtype=torch.int16, device=route.device)
+    experts.view(torch.uint8).copy_(route[:, : 2 * num_topk])
+    weights = None
+    if route.shape[1] == num_topk * route_slot_bytes(weights=True):
+        weights = torch.empty(slots, dtype=torch.float32, device=route.device)
+        weights.view(torch.uint8).copy_(route[:, 2 * num_topk :])  # which may be between words
+    return _of(route.device).relay(experts.int(), weights, placement, send_splits)
 
 
 def expert_layout(

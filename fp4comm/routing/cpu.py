@@ -5,13 +5,14 @@ Slots are put in order by stable sorts of 16-bit keys, which NumPy does as a rad
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import torch
 
 from fp4comm import check
-from fp4comm.routing import NO_EXPERT, Placement, RoutePlan, route_slot_bytes
+from fp4comm.routing import NO_EXPERT, Placement, RelayPlan, RoutePlan, route_slot_bytes
 
 
 def plan(
@@ -61,6 +62,38 @@ def plan(
         places=torch.from_numpy(_by_token(row_tokens, num_tokens)),
         route=torch.from_numpy(route),
     )
+
+
+def count(topk_idx: torch.Tensor, placement: Placement) -> np.ndarray:
+    """Count wire rows and expert rows.  See `routing.count`."""
+    check.expert_range(topk_idx, placement.num_experts)
+    num_ranks, experts = placement.num_ranks, topk_idx.numpy()
+    owners = np.append(placement.owners, np.uint16(num_ranks))  # the last is what -1 stands for
+    by_token = np.sort(owners[experts], axis=1)  # a rank once, however many experts there
+    is_new = np.ones(by_token.shape, bool)
+    np.not_equal(by_token[:, 1:], by_token[:, :-1], out=is_new[:, 1:])
+    held = np.bincount(experts[experts != NO_EXPERT], minlength=placement.num_experts)
+    counts = np.zeros((num_ranks, 1 + placement.most_local_experts), np.int64)
+    counts[:, 0] = np.bincount(by_token[is_new], minlength=num_ranks + 1)[:num_ranks]
+    for rank, (first, last) in enumerate(pairwise(placement.offsets.tolist())):
+        counts[rank, 1 : 1 + last - first] = held[first:last]
+    return counts
+
+
+def relay(
+    experts: torch.Tensor,
+    weights: torch.Tensor | None,
+    placement: Placement,
+    send_splits: np.ndarray,
+) -> tuple[RelayPlan, torch.Tensor]:
+    """Plan what a relay hands on.  See `routing.relay`."""
+    made = plan(experts, weights, placement)
+    assert (made.send_splits == send_splits).all(), (made.send_splits, send_splits)
+    row_tokens = np.empty(made.num_rows, np.int32)
+    num_copies = np.diff(made.place_offsets.numpy())
+    row_tokens[made.places.numpy()] = np.repeat(np.arange(len(experts)), num_copies)
+    tables = made.num_tokens, made.place_offsets, made.places, torch.from_numpy(row_tokens)
+    return RelayPlan(*tables), made.route
 
 
 def _route_columns(route: np.ndarray, num_topk: int) -> tuple[np.ndarray, np.ndarray]:

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from fp4comm import check, cuda_kernels
-from fp4comm.routing import Placement, RoutePlan, route_slot_bytes
+from fp4comm.routing import Placement, RelayPlan, RoutePlan, route_slot_bytes
 
 CHUNK_TOKENS = 32  # of a warp that plans; cuda/experts.cuh
 CHUNK_SLOTS = 128  # of a warp that finds what arrived; cuda/routing.cuh
@@ -23,48 +23,112 @@ def plan(
     topk_idx: torch.Tensor, topk_weights: torch.Tensor | None, placement: Placement
 ) -> RoutePlan:
     """Plan the wire rows.  See `routing.plan`."""
-    num_tokens, num_topk = topk_idx.shape
-    num_ranks, most = placement.num_ranks, placement.most_local_experts
-    device, options = topk_idx.device, INDICES[topk_idx.dtype]
-    num_chunks = -(-num_tokens // CHUNK_TOKENS)
-    num_numbers, num_cells = 1 + num_ranks + num_ranks * most, num_ranks * num_chunks
-    # The zero in front turns the running sum into where the rows of each token begin in places and,
-    # past all of them, those of each cell.
-    zeros = torch.zeros(
-        2 * num_numbers + 1 + num_tokens + num_cells, dtype=torch.int32, device=device
-    )
-    words, counted = zeros.split([2 * num_numbers, 1 + num_tokens + num_cells])
-    shape = (
-        np.int64(num_tokens),
-        *map(np.int32, (num_topk, placement.num_experts, num_ranks)),
-        np.int64(num_chunks),
-    )
-    counts = words, counted[1 + num_tokens :], counted[1 : 1 + num_tokens]
-    _launch("route_counts", options, num_chunks, topk_idx, *counts, *shape)
-    copied = Copy(words)
+    num_tokens = len(topk_idx)
+    counted, copied = _count(topk_idx, placement)
     begins = torch.cumsum(counted, 0, dtype=torch.int32)
-    numbers = copied.wait().numpy().view(np.int64)
-    if numbers[0]:
-        at = num_tokens * num_topk - int(numbers[0])
-        raise check.wrong_expert(topk_idx, at, placement.num_experts)
-
-    send_splits = numbers[1 : 1 + num_ranks]
-    num_rows = int(send_splits.sum())
-    places = torch.empty(num_rows, dtype=torch.int32, device=device)
-    route_bytes = num_topk * route_slot_bytes(topk_weights is not None)
-    route = torch.empty((num_rows, route_bytes), dtype=torch.uint8, device=device)
+    counts = _counts(copied, topk_idx, placement)
+    num_rows = int(counts[:, 0].sum())
     place_offsets, cells = begins[: 1 + num_tokens], begins[num_tokens:]
-    tables = cells, place_offsets, places, route
-    rows = np.int32(num_rows)
-    _launch("route_rows", options, num_chunks, topk_idx, topk_weights, *tables, *shape, rows)
+    places = torch.empty(num_rows, dtype=torch.int32, device=topk_idx.device)
+    tables = cells, place_offsets, places, None
     return RoutePlan(
         num_tokens=num_tokens,
-        num_topk=num_topk,
-        send_splits=send_splits,
-        expert_counts=numbers[1 + num_ranks :].reshape(num_ranks, most),
+        num_topk=topk_idx.shape[1],
+        send_splits=counts[:, 0],
+        expert_counts=counts[:, 1:],
         place_offsets=place_offsets,
         places=places,
-        route=route,
+        route=_route_rows(topk_idx, topk_weights, placement, *tables),
+    )
+
+
+def count(topk_idx: torch.Tensor, placement: Placement) -> np.ndarray:
+    """Count wire rows and expert rows.  See `routing.count`."""
+    return _counts(_count(topk_idx, placement)[1], topk_idx, placement)
+
+
+def relay(
+    experts: torch.Tensor,
+    weights: torch.Tensor | None,
+    placement: Placement,
+    send_splits: np.ndarray,
+) -> tuple[RelayPlan, torch.Tensor]:
+    """Plan what a relay hands on.  See `routing.relay`.
+
+    After a stopped exchange the experts are garbage: tables still lead to rows that there are.
+    """
+    num_tokens, num_rows, device = len(experts), int(send_splits.sum()), experts.device
+    counted, _ = _count(experts, placement, copy=False)
+    begins = torch.cumsum(counted, 0, dtype=torch.int32)
+    place_offsets, cells = begins[: 1 + num_tokens].clamp(max=num_rows), begins[num_tokens:]
+    places, row_tokens = torch.zeros((2, num_rows), dtype=torch.int32, device=device)
+    tables = cells, place_offsets, places, row_tokens
+    route = _route_rows(experts, weights, placement, *tables)
+    return RelayPlan(num_tokens, place_offsets, places, row_tokens), route
+
+
+def _count(
+    topk_idx: torch.Tensor, placement: Placement, *, copy: bool = True
+) -> tuple[torch.Tensor, Copy | None]:
+    """Begin to count, and to copy what the host wants of it.
+
+    Returns:
+        ``[1 + T + num_ranks * num_chunks]`` int32: 0, wire rows of each token and of each cell.
+        Their running sum is where the rows of each token begin in places and, past all of them,
+        those of each cell; and the copy.
+    """
+    num_tokens = len(topk_idx)
+    num_ranks, most = placement.num_ranks, placement.most_local_experts
+    num_chunks = -(-num_tokens // CHUNK_TOKENS)
+    num_numbers, num_cells = 1 + num_ranks + num_ranks * most, num_ranks * num_chunks
+    sizes = [2 * num_numbers, 1 + num_tokens + num_cells]
+    zeros = torch.zeros(sum(sizes), dtype=torch.int32, device=topk_idx.device)
+    words, counted = zeros.split(sizes)
+    counts = words, counted[1 + num_tokens :], counted[1 : 1 + num_tokens]
+    options, shape = INDICES[topk_idx.dtype], _shape(topk_idx, placement)
+    _launch("route_counts", options, num_chunks, topk_idx, *counts, *shape)
+    return counted, Copy(words) if copy else None
+
+
+def _counts(copied: Copy | None, topk_idx: torch.Tensor, placement: Placement) -> np.ndarray:
+    """Wait for the counts of each rank, wire rows and then its experts', ``[num_ranks, 1 + E]``."""
+    assert copied is not None
+    num_ranks, most = placement.num_ranks, placement.most_local_experts
+    numbers = copied.wait().numpy().view(np.int64)
+    if numbers[0]:
+        at = topk_idx.numel() - int(numbers[0])
+        raise check.wrong_expert(topk_idx, at, placement.num_experts)
+    rows, experts = numbers[1 : 1 + num_ranks], numbers[1 + num_ranks :]
+    return np.concatenate([rows[:, None], experts.reshape(num_ranks, most)], axis=1)
+
+
+def _route_rows(
+    topk_idx: torch.Tensor,
+    topk_weights: torch.Tensor | None,
+    placement: Placement,
+    cells: torch.Tensor,
+    place_offsets: torch.Tensor,
+    places: torch.Tensor,
+    row_tokens: torch.Tensor | None,
+) -> torch.Tensor:
+    """Fill the tables that depend on where rows begin, and return the route stream."""
+    options, num_topk = INDICES[topk_idx.dtype], topk_idx.shape[1]
+    route_bytes = num_topk * route_slot_bytes(topk_weights is not None)
+    shape = len(places), route_bytes
+    route = torch.empty(shape, dtype=torch.uint8, device=topk_idx.device)
+    tables = cells, place_offsets, places, row_tokens, route
+    numbers = *_shape(topk_idx, placement), np.int32(len(places))
+    num_chunks = -(-len(topk_idx) // CHUNK_TOKENS)
+    _launch("route_rows", options, num_chunks, topk_idx, topk_weights, *tables, *numbers)
+    return route
+
+
+def _shape(topk_idx: torch.Tensor, placement: Placement) -> tuple[Any, ...]:
+    num_tokens, num_topk = topk_idx.shape
+    return (
+        np.int64(num_tokens),
+        *map(np.int32, (num_topk, placement.num_experts, placement.num_ranks)),
+        np.int64(-(-num_tokens // CHUNK_TOKENS)),
     )
 
 

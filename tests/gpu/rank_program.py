@@ -1,9 +1,10 @@
 """What the ranks of test_nccl_ranks.py do: ``rank_program.py TRANSPORT PART...``, under mpirun.
 
-TRANSPORT: nccl, torch (a group with NCCL) or mpi (rows staged); PART: rounds, mistakes, streams or
-gradients.
+TRANSPORT: nccl, torch (a group with NCCL) or mpi (rows staged); PART: rounds, mistakes, streams,
+gradients, or two_hop: all but mistakes by that route.
 """
 
+import dataclasses
 import os
 import sys
 from pathlib import Path
@@ -15,6 +16,7 @@ import mistakes
 import rounds
 import stream_cases
 import torch
+import two_hop
 from gpu_rounds import GPU_ROUNDS
 from mpi4py import MPI
 from on_device import DEVICE, AllToAllOnDevice, to
@@ -101,9 +103,37 @@ def run_streams(name):
         t.close()
 
 
+def stream_case_of(num_ranks):
+    """The round of the streams' cases, by the two-hop route."""
+    return dataclasses.replace(stream_cases.CASE, node_sizes=two_hop.node_sizes(num_ranks)[0])
+
+
+def run_two_hop(name):
+    with open_transport(name) as t:
+        for case in two_hop.rounds_of(t.num_ranks, GPU_ROUNDS):
+            try:
+                rounds.check_round(t, case)
+            except BaseException:
+                say(t, f"in round {case.id!r}, nodes {case.node_sizes}")
+                raise
+        for case in two_hop.gradient_cases(t.num_ranks):
+            try:
+                gradients.check_gradients(t, case, DEVICE)
+            except BaseException:
+                say(t, f"in gradients of {case.id!r}, nodes {case.node_sizes}")
+                raise
+        two_hop.check_auto(t, DEVICE)
+        two_hop.check_async(t, DEVICE)
+        say(t, "two hops right")
+    stream_cases.CASE = stream_case_of(t.num_ranks)
+    run_streams(name)
+
+
 def main(name, *parts):
-    cases = [*(GPU_ROUNDS if "rounds" in parts else ()), stream_cases.CASE]
     with transport.open("mpi", timeout_s=TIMEOUT_S) as t:
+        cases = [*(GPU_ROUNDS if "rounds" in parts else ()), stream_cases.CASE]
+        if "two_hop" in parts:
+            cases += [*two_hop.rounds_of(t.num_ranks, GPU_ROUNDS), stream_case_of(t.num_ranks)]
         share_expected(t, cases)
     rounds.AllToAll = mistakes.AllToAll = AllToAllOnDevice
     for part in parts:

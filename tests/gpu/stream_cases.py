@@ -9,7 +9,17 @@ import dataclasses
 
 import torch
 from on_device import DEVICE, busy, on_host, side_stream, synchronize, to
-from rounds import Round, bf16_bits, compare_dispatched, expected, expert_out, inputs, same_rows
+from rounds import (
+    Round,
+    bf16_bits,
+    compare_dispatched,
+    expected,
+    expert_out,
+    in_order_of_arrival,
+    inputs,
+    route_of,
+    same_rows,
+)
 
 from fp4comm import AllToAll
 
@@ -25,9 +35,15 @@ class Bench:
     def __init__(self, t):
         self.transport = t
         self.a2a = AllToAll(
-            t, num_experts=16, hidden=2048, expert_alignment=CASE.alignment, timeout_s=60
+            t,
+            num_experts=16,
+            hidden=2048,
+            expert_alignment=CASE.alignment,
+            timeout_s=60,
+            **route_of(CASE),
         )
-        self.want, sums = (of_all[t.rank] for of_all in self._expected(t))
+        want, sums = (of_all[t.rank] for of_all in self._expected(t))
+        self.want = in_order_of_arrival(want, CASE, t.rank)
         self.sums = sums
         self.x, self.idx, self.weights = to(DEVICE, inputs(CASE, t.rank))
         self.out = to(DEVICE, expert_out(CASE, t.rank, len(self.want.row_weights)))
@@ -211,9 +227,9 @@ def case_str_07_peak_of_an_asynchronous_round(t):
     """At most one payload above that of a synchronous one."""
     bench = Bench(t)
     bench.warm_up()
-    num_came, payload_bytes = bench.want.payload.shape
-    num_sent = bench.a2a.dispatch(*bench.args).handle._plan.num_rows
-    payload = max(num_came, num_sent) * payload_bytes
+    payload_bytes = bench.want.payload.shape[1]
+    hops = bench.a2a.dispatch(*bench.args).handle._way.hops
+    payload = max(int(rows.sum()) for hop in hops for rows in hop) * payload_bytes
 
     def peak(**options):
         synchronize()

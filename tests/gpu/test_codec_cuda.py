@@ -258,7 +258,7 @@ def random_places(num_tokens, num_rows, most, seed=10):
 @pytest.mark.parametrize("many", [0, cuda.MANY], ids=["many", "few"])
 @pytest.mark.parametrize(("hidden", "most"), [(32, 3), (160, 3), (2880, 8), (7168, 9)])
 @by_wire
-def test_final_reduce_as_the_reference(wire, hidden, most, many, monkeypatch):
+def test_reduces_of_wire_rows_as_the_reference(wire, hidden, most, many, monkeypatch):
     monkeypatch.setattr(cuda, "MANY", many)
     payload, scales = any_wire_rows(wire, hidden)
     plan = random_places(130, len(payload), most)
@@ -266,7 +266,10 @@ def test_final_reduce_as_the_reference(wire, hidden, most, many, monkeypatch):
     with np.errstate(invalid="ignore", over="ignore"):
         offsets, places = plan.place_offsets.numpy(), plan.places.numpy()
         want = reference.final_reduce(payload, scales, wire, hidden, offsets, places)
+        want_sums = reference.relay_reduce(payload, scales, wire, hidden, offsets, places)
     assert_rows_equal(host(got), (want,))
+    sums = cuda.relay_reduce(*device_rows(payload, scales), wire, hidden, to_cuda(plan))
+    assert_rows_equal(host(*sums), want_sums)
 
 
 @pytest.mark.parametrize("hidden", [64, 2880])

@@ -22,7 +22,12 @@ import one_gpu
 GPU_TESTS = Path(__file__).resolve().parent
 ONE_GPU = ranks.ROOT / "benchmarks" / "one_gpu.py"
 LIMIT_S = 90  # of a program
-RIGHT = {"rounds": "rounds right", "mistakes": "mistakes right", "gradients": "gradients right"}
+RIGHT = {
+    "rounds": "rounds right",
+    "mistakes": "mistakes right",
+    "gradients": "gradients right",
+    "two_hop": "two hops right",
+}
 EVERY_PART = ("rounds", "mistakes", "streams", "gradients")
 
 
@@ -101,6 +106,8 @@ PARTS = {
     "8 ranks": (8, 1, ("rounds",)),
     "4 ranks on 2 nodes": (4, 2, EVERY_PART),
     "8 ranks on 2 nodes": (8, 2, ("rounds",)),
+    "two hops, 4 ranks on 2 nodes": (4, 2, ("two_hop",)),
+    "two hops, 3 ranks on 3 nodes": (3, 3, ("two_hop",)),
 }
 
 
@@ -142,7 +149,7 @@ def test_the_job_ends_however_the_processes_do(launch, name, may_succeed):
 def check(output, num_ranks, parts):
     for part, text in RIGHT.items():
         assert output.count(text) == (num_ranks if part in parts else 0), output[-4000:]
-    if "streams" in parts:
+    if "streams" in parts or "two_hop" in parts:
         assert output.count("ok str_17") == num_ranks, output[-4000:]
 
 
