@@ -1,7 +1,7 @@
 """What fp4comm plan predicts after a calibration, against what fp4comm bench then measures.
 
     sudo .venv/bin/python benchmarks/plan_against_measured.py [--gbit 1] [--hosts 4] [--ranks 1]
-    .venv/bin/python benchmarks/plan_against_measured.py --gbit 0    # threads of this machine
+    .venv/bin/python benchmarks/plan_against_measured.py --gbit 0 --ranks 4
 
 Hosts are network namespaces on a switch with shaped links, over torch.distributed's gloo; with
 --gbit 0 there is one host, and ranks are processes under mpirun.  The calibration measures hidden
@@ -17,6 +17,7 @@ import json
 import os
 import shutil
 import signal
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -33,7 +34,7 @@ from fp4comm.bench import report as bench_report
 from fp4comm.predict.plan import Plan, plan_of
 
 WIRES = "bf16,fp8,mxfp4"
-ITERATIONS = {"warmup": 2, "iterations": 7}
+ITERATIONS = {"warmup": 1, "iterations": 7}
 AIM = 0.2  # error that is aimed at
 
 
@@ -172,28 +173,40 @@ def main(
             for row in compared(case, predictions(case, calibrated), measured):
                 rows.append(row)
                 click.echo(line(row))
-        text = calibrated.read_text()
+            if json_file is not None:  # after each, since a run is long
+                arguments = {"gbit": gbit, "hosts": hosts if gbit else 1, "ranks": ranks}
+                content = {
+                    "command": "plan_against_measured",
+                    "arguments": {**arguments, "mtu": mtu, "share": share, **ITERATIONS},
+                    "qdisc": link.qdisc if gbit else None,
+                    "transport": "torch (gloo)" if gbit else "mpi",
+                    **as_json(rows, calibrated),
+                }
+                bench_report.write_json(json_file, content)
+    click.echo(summary(rows))
+
+
+def summary(rows: Sequence[dict[str, Any]]) -> str:
+    """Say how far predictions are off."""
     errors = sorted(abs(row["error"]) for row in rows)
     within = sum(error <= AIM for error in errors)
-    click.echo(
+    return (
         f"# {within} of {len(rows)} within {100 * AIM:.0f} %; median error"
-        f" {100 * errors[len(errors) // 2]:.1f} %, largest {100 * errors[-1]:.1f} %"
+        f" {100 * statistics.median(errors):.1f} %, largest {100 * errors[-1]:.1f} %"
     )
-    if json_file is not None:
-        content = {
-            "command": "plan_against_measured",
-            "arguments": {"gbit": gbit, "hosts": hosts if gbit else 1, "ranks": ranks, "mtu": mtu},
-            "qdisc": link.qdisc if gbit else None,
-            "transport": "torch (gloo)" if gbit else "mpi",
-            "machine": machine.machine(),
-            "versions": machine.versions(),
-            "git": machine.git(),
-            "load": os.getloadavg(),
-            "calibration": text,
-            "within_20_percent": within,
-            "rows": rows,
-        }
-        bench_report.write_json(json_file, content)
+
+
+def as_json(rows: Sequence[dict[str, Any]], calibrated: Path) -> dict[str, Any]:
+    """What was found, and where."""
+    return {
+        "machine": machine.machine(),
+        "versions": machine.versions(),
+        "git": machine.git(),
+        "load": os.getloadavg(),
+        "calibration": calibrated.read_text().splitlines(),
+        "summary": summary(rows),
+        "rows": list(rows),
+    }
 
 
 if __name__ == "__main__":
