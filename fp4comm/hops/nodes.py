@@ -25,6 +25,10 @@ class Nodes:
 
     Attributes:
         sizes: ranks of each node.
+
+    Example: 3 and 2 ranks; who takes in what each source sends to each node.
+        >>> Nodes((3, 2)).relays.tolist()
+        [[0, 3], [1, 4], [2, 3], [0, 3], [1, 4]]
     """
 
     sizes: tuple[int, ...]
@@ -49,9 +53,6 @@ class Nodes:
 
         On its own node the source itself; elsewhere the rank whose place on its node is the
         source's, modulo the ranks there.
-
-        >>> Nodes((3, 2)).relays.tolist()
-        [[0, 3], [1, 4], [2, 3], [0, 3], [1, 4]]
         """
         ranks = np.arange(len(self.of_rank))
         places = ranks - self.offsets[self.of_rank]
