@@ -294,10 +294,15 @@ def test_a_relay_of_garbage_leads_nowhere_else(warps, monkeypatch):
         placement = Placement(int(rng.integers(1, 40)), int(rng.choice([1, 2, 3, 8, 33])))
         slot_bytes = rng.choice([2, 6])
         route = rng.integers(0, 256, (num_came, topk * slot_bytes), dtype=np.uint8)
-        if rng.random() < 0.7:
-            experts = rng.integers(-2, placement.num_experts + 2, (num_came, topk))
-            route[:, : 2 * topk] = experts.astype(np.int16).view(np.uint8)
         splits = rng.integers(0, rng.choice([1, 5, 200]), placement.num_ranks)
+        kind = rng.integers(3)
+        if kind > 0:  # else hardly an expert is one
+            beyond = 2 * (kind == 1)
+            experts = rng.integers(-1 - beyond, placement.num_experts + beyond, (num_came, topk))
+            route[:, : 2 * topk] = experts.astype(np.int16).view(np.uint8)
+        if kind == 2:  # a few rows more or less than were counted
+            counted = cpu.count(torch.from_numpy(experts), placement)[:, 0]
+            splits = (counted * rng.uniform(0.5, 1.2)).astype(np.int64)
         plan, handed = routing.relay(torch.from_numpy(route), topk, placement, splits)
         num_rows = int(splits.sum())
         assert len(plan.places) == len(plan.row_tokens) == len(handed) == num_rows
