@@ -122,7 +122,7 @@ def test_a_token_crosses_once_to_each_node(sizes):
             per_node = [sum(n in nodes[list(of)] for of in ranks_of) for n in range(len(sizes))]
             by_node = np.bincount(nodes[:-1], weights=sent[source][0], minlength=len(sizes))
             assert by_node.tolist() == per_node
-            assert (np.count_nonzero(sent[source][0]) <= len(sizes)).all()
+            assert np.count_nonzero(sent[source][0]) <= len(sizes)
     if len(sizes) > 1:  # nothing leaves the node in the second hop
         for rank in range(num_ranks):
             assert set(nodes[np.flatnonzero(sent[rank][1])]) <= {nodes[rank]}
@@ -287,4 +287,3 @@ def test_rounds_are_of_every_kind():
     assert {case.precision.combine.name for case in cases} == set(two_hop.WIRES)
     assert {len(case.node_sizes) for case in cases} == {1, 2, 3, 4}
     assert {case.hidden for case in cases} >= {32, 2880}
-    assert len(ROUNDS) == len(two_hop.rounds_of(4))

@@ -13,7 +13,7 @@ from typing import Any
 from rich import box
 from rich.table import Table
 
-from fp4comm.bench.rows import PARTS, Report, Row
+from fp4comm.bench.rows import Report, Row
 from fp4comm.bench.run import Settings
 from fp4comm.formats import WireFormat
 
@@ -271,12 +271,12 @@ def demo_table(report: Report) -> Table:
         wires = "/".join(dict.fromkeys(row.format for row in rows))
         label = op if op == "dispatch" else f"{op} ({wires} wire)"
         add(f"{label}, ms", rows, lambda r: _ms(r.time.median_us), end=False)
-        for part in PARTS[op]:
+        for part in rows[0].parts_us:
             add(
                 f"  {part}",
                 rows,
                 lambda r, part=part: _ms(r.parts_us[part]),  # type: ignore[misc]
-                end=part == PARTS[op][-1],
+                end=part == list(rows[0].parts_us)[-1],
             )
     add("SQNR of what experts got, dB", dispatches, lambda r: _or_dash(r.sqnr_db, ".1f"), end=False)
     add("wrong rows, dispatch", dispatches, _wrong, end=False)

@@ -12,9 +12,10 @@ import numpy.typing as npt
 from fp4comm.formats import WireFormat
 from fp4comm.routing import route_slot_bytes
 
+RELAY = "relay"  # of the two-hop route alone
 PARTS = {  # of a call, as AllToAll.timings names them
-    "dispatch": ("plan", "counts", "quantize", "exchange", "arrive"),
-    "combine": ("reduce", "exchange"),
+    "dispatch": ("plan", "counts", "quantize", "exchange", RELAY, "arrive"),
+    "combine": ("reduce", "exchange", RELAY),
 }
 
 

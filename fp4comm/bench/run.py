@@ -18,12 +18,13 @@ import numpy as np
 import torch
 
 from fp4comm import check, hops
-from fp4comm.all_to_all import ARRIVALS, AllToAll, Dispatched
+from fp4comm.all_to_all import ARRIVALS, AllToAll
 from fp4comm.bench.check import SAMPLE_ELEMENTS, Checked, Checker, expert_outputs
 from fp4comm.bench.clock import Stopwatch, gather
 from fp4comm.bench.plain import Plain
 from fp4comm.bench.rows import (
     PARTS,
+    RELAY,
     Report,
     Row,
     across_nodes,
@@ -34,6 +35,7 @@ from fp4comm.bench.rows import (
     traffic,
 )
 from fp4comm.bench.workload import Workload
+from fp4comm.dispatched import Dispatched
 from fp4comm.formats import WireFormat
 from fp4comm.precision import Precision
 from fp4comm.transport import Transport, run_local
@@ -266,7 +268,7 @@ class Run:
         if WHOLE in kinds:
             self._samples[op].append(took)
         if BY_PART in kinds:
-            self._parts[op].append([round(timings[f"{op} {part}"] * 1e9) for part in PARTS[op]])
+            self._parts[op].append([round(timings.get(f"{op} {part}", 0.0) * 1e9) for part in PARTS[op]])
         return result
 
     def rows(self) -> list[Row]:
@@ -308,7 +310,10 @@ class Run:
         samples = np.array(self._parts[op][-self._settings.iterations :], np.int64)
         ranks = gather(self._transport, samples.reshape(-1)).reshape(-1, *samples.shape)
         medians = np.median(ranks.max(axis=0) / 1e3, axis=0)
-        return dict(zip(PARTS[op], medians.tolist(), strict=True))
+        parts = dict(zip(PARTS[op], medians.tolist(), strict=True))
+        if len(self._hops) == 1:
+            del parts[RELAY]
+        return parts
 
     def _gather_checked(self, op: str) -> Checked:
         mine = self._checked[op]
