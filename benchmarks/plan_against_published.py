@@ -2,13 +2,17 @@
 
     python benchmarks/plan_against_published.py [--write]
 
-Error is predicted over published less 1.  With --write the tables replace those in the README.
+Error is predicted over published less 1.  With --write the tables replace those there, and the plan
+in the project's README what that command prints now: do so after presets or codec_shares.py have
+changed.
 """
 
 from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -21,7 +25,11 @@ from fp4comm.formats import WireFormat
 from fp4comm.predict import loads, spread, times
 from fp4comm.predict.times import Shape
 
-README = Path(__file__).resolve().parents[1] / "topologies" / "README.md"
+ROOT = Path(__file__).resolve().parents[1]
+README = ROOT / "topologies" / "README.md"
+PLAN = re.compile(
+    r"```\n(?P<command>fp4comm plan [^\n]*)\n```\n\n```\n(?P<printed>.*?)```", re.S
+)  # of the project's README
 RESULTS = Path(__file__).with_name("results")
 MARKS = "<!-- tables -->\n", "<!-- end of tables -->"
 
@@ -192,12 +200,24 @@ def tables() -> str:
     return "\n".join(lines) + "\n"
 
 
+def write_plan() -> None:
+    """Put what the README's plan command prints behind it."""
+    readme = ROOT / "README.md"
+    text = readme.read_text()
+    found = PLAN.search(text)
+    assert found is not None
+    command = [sys.executable, "-m", *found["command"].split()]
+    printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    readme.write_text(text[: found.start("printed")] + printed + text[found.end("printed") :])
+
+
 @click.command()
-@click.option("--write", is_flag=True, help="Put the tables into topologies/README.md.")
+@click.option("--write", is_flag=True, help="Put them into the READMEs.")
 def main(write: bool) -> None:
     """Show the tables."""
     text = tables()
     if write:
+        write_plan()
         first, last = (re.escape(mark) for mark in MARKS)
         whole = f"{MARKS[0]}\n{text}\n{MARKS[1]}"
         README.write_text(

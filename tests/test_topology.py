@@ -4,7 +4,6 @@ import dataclasses
 import importlib.util
 import itertools
 import json
-import re
 import shutil
 import subprocess
 import sys
@@ -440,19 +439,20 @@ def test_plan_takes_real_routing(tmp_path):
 def test_codec_files_are_those_of_the_results():
     shares = script("codec_shares")
     for name, (title, numbers) in shares.FILES.items():
-        assert (topology.FOLDER / "codec" / name).read_text() == shares.as_toml(title, numbers())
+        text = (topology.FOLDER / "codec" / name).read_text()
+        assert text == shares.as_toml(title, numbers()), "run benchmarks/codec_shares.py"
 
 
 def test_the_tables_against_published_figures_are_current():
     published = script("plan_against_published")
-    assert published.tables() in published.README.read_text()
+    readme = published.README.read_text()
+    assert published.tables() in readme, "run benchmarks/plan_against_published.py --write"
 
 
 def test_the_readme_shows_what_plan_prints():
-    readme = (ranks.ROOT / "README.md").read_text()
-    command = re.search(r"^fp4comm (plan --topology hgx.*)$", readme, re.M)[1]
-    result = run(*command.split())
-    assert f"```\n{result.output}```" in readme
+    found = script("plan_against_published").PLAN.search((ranks.ROOT / "README.md").read_text())
+    result = run(*found["command"].split()[1:])
+    assert result.output == found["printed"], "run benchmarks/plan_against_published.py --write"
 
 
 def test_presets_are_in_the_wheel(tmp_path):
