@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from fp4comm import AllToAll, Precision, experts
-from fp4comm.bench.run import gather
+from fp4comm.bench.clock import gather
 from fp4comm.routing import Placement
 from fp4comm.transport import Transport
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from fp4comm.bench.run import gather
+from fp4comm.bench.clock import gather
 from fp4comm.transport import Transport
 
 HELD_OUT = 20  # one byte in so many

@@ -24,8 +24,9 @@ from moe_text import Text, windows
 from rich.progress import Progress
 
 from fp4comm import Precision, WireFormat, machine
+from fp4comm.bench.clock import gather
 from fp4comm.bench.rows import row_bytes
-from fp4comm.bench.run import current_device, gather
+from fp4comm.bench.run import current_device
 from fp4comm.transport import Transport
 
 FLOOR = WireFormat("mxfp4", scale_rule="floor")

@@ -1,5 +1,5 @@
 /*
-arrival: codes of block-scaled wire rows -> E4M3 codes under a shared scale (FACTS.md 4).
+arrival: codes of block-scaled wire rows -> E4M3 codes under a shared scale (docs/formats.md 4).
 
 A block lies `gap` binades below the largest value its group has room for: gap = S + h - E, with E
 the block's scale byte, S the shared one and h the headroom (6 for E2M1, 0 for E4M3).  Codes are

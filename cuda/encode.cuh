@@ -1,5 +1,5 @@
 /*
-encode: floats -> E2M1 and E4M3 codes under a given scale (FACTS.md 1 to 3).
+encode: floats -> E2M1 and E4M3 codes under a given scale (docs/formats.md 1 to 3).
 
 Rounding is to nearest, ties to even, saturating; the sign of zero is kept.
 */

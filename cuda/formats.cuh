@@ -1,5 +1,5 @@
 /*
-formats: the wire formats as the kernels see them.  Facts and sources: fp4comm/formats.py, FACTS.md.
+formats: the wire formats as the kernels see them.  Facts and sources: fp4comm/formats.py.
 
 A kernel is compiled for one wire format, given as -DWIRE=..., and works on pieces of N elements of
 a row, N a power of two and at most MX_BLOCK; a block of a format is one piece or a few neighbouring

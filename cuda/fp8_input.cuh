@@ -1,5 +1,5 @@
 /*
-fp8_input: E4M3 codes with a float32 scale per 128 as input (FACTS.md 5).
+fp8_input: E4M3 codes with a float32 scale per 128 as input (docs/formats.md 5).
 
 An element is code * scale, rounded once to float32.  For MXFP4 its code comes straight from the
 E4M3 code, without that product: see `Ratio`.

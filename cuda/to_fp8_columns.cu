@@ -10,8 +10,8 @@ to_fp8_columns: wire rows -> FP8 columns, the operand of the weight gradient.
                                                 and the start of the next
   out_scales   [num_tiles, hidden]        f32   written; 2^(S - 127)
 
-A tile's strip of columns under one block scale shares S (FACTS.md 4); from BF16 each column is
-quantized by itself (scale rule "ceil").  A thread block takes the rows of a tile and COLUMNS
+A tile's strip of columns under one block scale shares S (docs/formats.md 4); from BF16 each column
+is quantized by itself (scale rule "ceil").  A thread block takes the rows of a tile and COLUMNS
 columns, and turns the codes by way of shared memory, so that reads and writes are whole lines.
 Needs hidden % 32 == 0.  Launcher: fp4comm/codec/cuda.py
 MXFP4 reads 0.53 and writes 1 byte an element: bound by memory bandwidth.

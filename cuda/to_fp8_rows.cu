@@ -12,7 +12,7 @@ to_fp8_rows: wire rows -> FP8 rows with one scale per 128, at each of their expe
   out_scales   [M, ceil(hidden / 128)]     f32   written; 2^(S - 127), 1.0 in padding rows; element
                                                  strides row_stride and group_stride
 
-S and the codes: FACTS.md 4.  BF16 is quantized as the fp8 wire would (scale rule "ceil").
+S and the codes: docs/formats.md 4.  BF16 is quantized as the fp8 wire would (scale rule "ceil").
 E2M1 is exact while the exponents of a group differ by at most 14.
 Needs hidden % 32 == 0.  Launcher: fp4comm/codec/cuda.py
 MXFP4 reads 0.53 and writes 1.03 bytes an element: bound by memory bandwidth.

@@ -249,10 +249,9 @@ def _calibrate(context: click.Context) -> None:
 
     def on_rank(group: Transport) -> tuple[Environment, Calibration]:
         environment = _environment(context, group)
-        nodes = [f"{place.host} {place.nccl_host}" for place in environment.places]
         progress = _progress if group.rank == 0 else _no_progress
         device, timeout_s = options["device"], options["timeout_s"]
-        return environment, calibrate(group, nodes, device, timeout_s, progress)
+        return environment, calibrate(group, device, timeout_s, progress)
 
     try:
         (environment, found), prints = launch.run(

@@ -32,7 +32,7 @@ ALLOWED = {
     "codec": {"codec", "cuda_kernels", "formats", "routing"},
     "reference": {"formats", "reference"},
     "packed": {"check", "codec", "formats", "routing"},
-    "agreement": {"formats", "precision", "routing", "texts", "transport"},
+    "agreement": {"formats", "precision", "texts", "transport"},
     "hops": {"agreement", "check", "codec", "hops", "routing", "transport"},
     "dispatched": {"eager", "hops", "packed", "precision", "routing", "transport"},
     "autograd": {  # all_to_all for types alone

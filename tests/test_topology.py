@@ -481,12 +481,6 @@ def test_every_pair_meets_once():
             assert len(set(itertools.chain(*round_))) == 2 * len(round_)
 
 
-def test_nodes_are_counted_in_order():
-    assert calibrate.node_sizes(["a", "a", "b"]) == [2, 1]
-    with pytest.raises(ValueError, match="rank 2 on the node of rank 0, but not rank 1"):
-        calibrate.node_sizes(["a", "b", "a"])
-
-
 def test_calibrate_writes_a_topology_that_plan_takes(tmp_path, monkeypatch):
     monkeypatch.setattr(calibrate, "TARGET_S", 0.002)
     monkeypatch.setattr(calibrate, "PAIR_TARGET_S", 0.002)

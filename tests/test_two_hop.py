@@ -10,7 +10,7 @@ import ranks
 import torch
 import two_hop
 from gradients import Case, check_gradients, gradients, inputs, make
-from rounds import ROUNDS, Round, check_round
+from rounds import Round, check_round
 
 from fp4comm import AllToAll, hops, transport
 from fp4comm.hops import Nodes

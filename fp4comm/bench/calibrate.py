@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import torch
@@ -24,6 +24,7 @@ from fp4comm.bench.run import Settings, compile_first, current_device
 from fp4comm.bench.workload import Synthetic
 from fp4comm.dispatched import Dispatched
 from fp4comm.formats import FORMATS, FP8_BLOCK, WireFormat
+from fp4comm.hops import find_nodes
 from fp4comm.precision import Precision
 from fp4comm.quantities import MOST_SHARE
 from fp4comm.topology import KERNELS
@@ -87,29 +88,8 @@ class Calibration:
     shares: dict[str, dict[str, float]]
 
 
-def node_sizes(nodes: Sequence[str]) -> list[int]:
-    """Count the ranks of each node.
-
-    Args:
-        nodes: name of each rank's node.
-
-    Raises:
-        ValueError: ranks of a node that do not follow each other.
-    """
-    sizes: dict[str, int] = {}
-    for rank, node in enumerate(nodes):
-        if node in sizes and node != nodes[rank - 1]:
-            raise ValueError(
-                "ranks: expected those of a node to follow each other (mpirun --map-by slot), got"
-                f" rank {rank} on the node of rank {nodes.index(node)}, but not rank {rank - 1}"
-            )
-        sizes[node] = sizes.get(node, 0) + 1
-    return list(sizes.values())
-
-
 def calibrate(
     transport: Transport,
-    nodes: Sequence[str],
     device: str,
     timeout_s: float = 300.0,
     progress: Callable[[str], None] = lambda text: None,
@@ -118,17 +98,16 @@ def calibrate(
 
     Args:
         transport: all of its ranks take part.
-        nodes: name of each rank's node.
         device: ``"cpu"``, or ``"cuda"``: the device that is current on each rank.
         timeout_s: as `AllToAll` takes it.
         progress: told what comes next, on every rank.
 
     Raises:
-        ValueError: one rank, or ranks of a node that do not follow each other.
+        ValueError: one rank, or ranks of a node that are not consecutive.
     """
     if transport.num_ranks < 2:
         raise ValueError("calibrate: expected at least 2 ranks, got 1")
-    sizes = node_sizes(nodes)
+    sizes = list(find_nodes(transport))
     node = np.repeat(np.arange(len(sizes)), sizes)
     meter = Meter(transport, device)
     progress("measuring the copy of memory")

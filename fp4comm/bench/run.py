@@ -268,7 +268,9 @@ class Run:
         if WHOLE in kinds:
             self._samples[op].append(took)
         if BY_PART in kinds:
-            self._parts[op].append([round(timings.get(f"{op} {part}", 0.0) * 1e9) for part in PARTS[op]])
+            self._parts[op].append(
+                [round(timings.get(f"{op} {part}", 0.0) * 1e9) for part in PARTS[op]]
+            )
         return result
 
     def rows(self) -> list[Row]:
