@@ -1,8 +1,8 @@
 """Rows over links: what each rank sends and gets in each hop of an exchange.
 
-Flat: a token goes once to each rank that has one of its experts.  Two hops: once to each other
-node, to the rank there whose index is the source's modulo the node's ranks (the relay), which sends
-it once to each rank of its node that needs it; to its own node the source sends as if flat.
+Flat: a token goes once to each rank that has one of its experts.  Two hops: once to each node, to
+the rank there whose index is the source's modulo the node's ranks (the relay), which sends it once
+to each rank of its node that needs it; on its own node the source is the relay.
 """
 
 from __future__ import annotations
@@ -86,32 +86,35 @@ def flat(tokens: int, mean_rows: np.ndarray, places: Places) -> Load:
 
 
 def two_hop(tokens: int, spread: Spread, places: Places) -> tuple[Load, Load]:
-    """Over a relay on each other node; the first hop takes the rows of the own node along."""
-    direct = flat(tokens, spread.rank_rows, places)
+    """Over a relay on each node; the first hop's rows of the own node stay where they are."""
     node_rows = tokens * spread.node_rows
     node_messages = _at_least_one(spread.node_rows, tokens)
     served = sources_of_relays(places)
     nothing = np.zeros(places.num_ranks)
-    across = dataclasses.replace(
-        direct,
+    across = Load(
+        own=node_rows[places.node],
+        local_out=nothing,
+        local_in=nothing,
         net_out=node_rows.sum() - node_rows[places.node],
         net_in=node_rows[places.node] * served,
+        local_peers=nothing,
         net_peers=np.maximum(
             node_messages.sum() - node_messages[places.node],
             node_messages[places.node] * served,
         ),
     )
     of_node = np.bincount(places.node, spread.rank_rows, places.num_nodes)[places.node]
-    served_by_node = np.bincount(places.node, served, places.num_nodes)[places.node]
-    messages = _at_least_one(spread.rank_rows, tokens * served_by_node / np.maximum(served, 1))
-    others, _ = _others(messages, places)
+    relayed = tokens * (served + 1)  # tokens of a relay, its own among them
+    by_node = np.bincount(places.node, relayed, places.num_nodes)[places.node]
+    size = places.sizes[places.node]
+    others, _ = _others(_at_least_one(spread.rank_rows, by_node / size), places)
     inside = Load(
-        own=tokens * served * spread.rank_rows,
-        local_out=tokens * served * (of_node - spread.rank_rows),
-        local_in=tokens * spread.rank_rows * (served_by_node - served),
+        own=relayed * spread.rank_rows,
+        local_out=relayed * (of_node - spread.rank_rows),
+        local_in=spread.rank_rows * (by_node - relayed),
         net_out=nothing,
         net_in=nothing,
-        local_peers=others * (served > 0),
+        local_peers=others,
         net_peers=nothing,
     )
     return across, inside

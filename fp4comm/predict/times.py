@@ -173,7 +173,7 @@ def dispatch(
     exchanges = tuple(exchange(topology, places, hop, num_bytes, streams) for hop in hops)
     parts["exchange"] = sum(hop.us for hop in exchanges)
     if route == "two_hop":  # the relay puts its rows in order for the second hop
-        copied = (hops[0].net_in + hops[1].num_out).max() * num_bytes
+        copied = (hops[0].num_in + hops[1].num_out).max() * num_bytes
         parts["relay"] = topology.calls["arrive"] + copied * US / topology.memory_gbs
     parts["arrive"] = _arrive(topology, places, spread, shape, wire, arrive)
     return Prediction("dispatch", wire.name, wire.name, route, parts, exchanges)
@@ -200,7 +200,7 @@ def combine(
     exchanges = tuple(exchange(topology, places, hop, num_bytes, streams) for hop in hops)
     parts["exchange"] = sum(hop.us for hop in exchanges)
     if route == "two_hop":
-        summed = (hops[0].num_in + hops[1].net_out).max() * num_bytes
+        summed = (hops[0].num_in + hops[1].num_out).max() * num_bytes
         parts["relay"] = _kernel(topology, "final_reduce", wire, summed)
     came = hops[-1].num_in.max() * num_bytes
     parts["reduce"] += _kernel(topology, "final_reduce", wire, came + shape.tokens * 2 * hidden)
