@@ -20,6 +20,7 @@ from fp4comm.topology import Places, Topology, load
 FP4 = "mxfp4"
 RIVALS = ("bf16", "fp8")
 LEAST_GAIN = 1.05  # below it FP4 does not pay: predictions are no better than that
+EXPERTS, TOPK = 256, 8  # where neither the options nor the routing say how many
 MOST_TOKENS = 1 << 20  # that are looked at for where FP4 begins to pay
 
 
@@ -136,8 +137,8 @@ def _spread_of(options: dict[str, Any], places: Places) -> tuple[Spread, int]:
     """Where tokens go, and to how many experts."""
     num_experts, num_topk, file = options["experts"], options["topk"], options["routing"]
     if file is None:
-        num_experts = 256 if num_experts is None else num_experts
-        num_topk = 8 if num_topk is None else num_topk
+        num_experts = EXPERTS if num_experts is None else num_experts
+        num_topk = TOPK if num_topk is None else num_topk
         sizes = options["tokens"], options["hidden"], num_experts, num_topk
         workload = Synthetic(places.num_ranks, *sizes, options["skew"], options["seed"])
         return spread.synthetic(workload, places, options["node_limit"]), num_topk
