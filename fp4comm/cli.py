@@ -1,4 +1,4 @@
-"""The command line: ``fp4comm info | demo | bench | plan``."""
+"""The command line: ``fp4comm info | demo | bench | plan | report``."""
 
 from __future__ import annotations
 
@@ -28,6 +28,8 @@ from fp4comm.bench.workload import Recorded, Synthetic, Workload
 from fp4comm.formats import FORMATS
 from fp4comm.predict import plan as predicting
 from fp4comm.predict import report as predict_report
+from fp4comm.report import page as report_page
+from fp4comm.report.results import ReportError
 from fp4comm.transport import Transport
 
 DEMO_RANKS, BENCH_RANKS = 4, 2  # threads of this process, where no launcher started any
@@ -93,13 +95,13 @@ def _writable(context: click.Context, parameter: click.Parameter, value: Path | 
     return value
 
 
+OUTPUT: dict[str, Any] = {
+    "type": click.Path(dir_okay=False, writable=True, path_type=Path),
+    "callback": _writable,
+    "metavar": "FILE",
+}
 json_option = click.option(
-    "--json",
-    "json_file",
-    type=click.Path(dir_okay=False, writable=True, path_type=Path),
-    callback=_writable,
-    metavar="FILE",
-    help="Also write everything to this file.",
+    "--json", "json_file", help="Also write everything to this file.", **OUTPUT
 )
 
 CALIBRATE_OPTIONS = ("topology_file", "transport_name", "device", "ranks", "timeout_s")
@@ -207,10 +209,8 @@ def info(json_file: Path | None) -> None:
 @click.option(
     "--calibrate",
     "topology_file",
-    type=click.Path(dir_okay=False, writable=True, path_type=Path),
-    callback=_writable,
-    metavar="FILE",
     help="Measure links and kernels instead, and write them here as a topology for plan.",
+    **OUTPUT,
 )
 @run_options(warmup=5, iterations=20)
 @click.pass_context
@@ -385,6 +385,40 @@ def plan(**options: Any) -> None:
         arguments = {n: v.name if isinstance(v, Path) else v for n, v in options.items()}
         arguments["topology_name"] = Path(options["topology_name"]).name
         bench_report.write_json(options["json_file"], predict_report.as_json(predicted, arguments))
+
+
+@cli.command()
+@click.argument(
+    "files",
+    type=click.Path(dir_okay=False, path_type=Path),
+    nargs=-1,
+    required=True,
+    metavar="FILE...",
+)
+@click.option("--html", "html_file", help="A page that needs nothing else.", **OUTPUT)
+@click.option("--png", "png_file", help="All pictures as one.", **OUTPUT)
+@json_option
+def report(files: tuple[Path, ...], **outputs: Path | None) -> None:
+    """Show results of bench, demo and plan together; FILE may be a topology, to predict with."""
+    if launch.launched_rank() != 0:
+        return
+    page, picture, content = (outputs[f"{name}_file"] for name in ("html", "png", "json"))
+    try:
+        for output in filter(None, outputs.values()):
+            if output.resolve() in [file.resolve() for file in files]:
+                raise ReportError(f"{output}: expected another file than the results to write to")
+        made = report_page.make(files)
+        if page or picture:
+            report_page.check_libraries()
+    except ReportError as error:
+        raise UserError(str(error)) from error
+    click.echo("\n".join(report_page.lines(made)))
+    if page:
+        report_page.write_html(made, page)
+    if picture:
+        report_page.write_png(made, picture)
+    if content:
+        bench_report.write_json(content, report_page.as_json(made))
 
 
 def _run(
