@@ -1,0 +1,348 @@
+"""fp4comm report: every row and number of the files, nothing from outside, clear refusals."""
+
+import html.parser
+import importlib
+import json
+import os
+import re
+import xml.etree.ElementTree
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+from PIL import Image
+
+from fp4comm import launch
+from fp4comm.cli import cli
+from fp4comm.report import charts, compare, page, results
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+H200 = sorted(RESULTS.glob("dispatch_h200_*.json"))
+DEMO = RESULTS / "demo_4_ranks.json"
+VOID = {"meta", "link", "br", "hr", "img", "input"}
+
+
+@pytest.fixture(autouse=True)
+def _no_launcher(monkeypatch):
+    """Tests may themselves run under a launcher."""
+    for name in list(os.environ):
+        of_launcher = (*launch.TORCH_VARIABLES, *launch.LOCAL_RANK_VARIABLES)
+        if name.startswith(launch.MPI_LAUNCHERS) or name in of_launcher:
+            monkeypatch.delenv(name)
+
+
+def run(*arguments):
+    return CliRunner().invoke(cli, [str(a) for a in arguments])
+
+
+def passed(*arguments):
+    result = run(*arguments)
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+class Page(html.parser.HTMLParser):
+    """Elements must close in order; collects what a test asks about."""
+
+    def __init__(self, file):
+        super().__init__(convert_charrefs=True)
+        self.text, self.open, self.ids, self.attributes = file.read_text(), [], [], []
+        self.cells, self.numbers, self.labelled = [], [], []
+        self.feed(self.text)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag, attrs):
+        attrs = dict(attrs)
+        self.attributes += attrs.items()
+        self.ids += [attrs["id"]] if "id" in attrs else []
+        self.labelled += [attrs["aria-labelledby"]] if tag == "svg" else []
+        self.numbers += [attrs["value"]] if tag == "data" else []
+        if tag not in VOID:
+            self.open.append(tag)
+        if tag == "td":
+            self.cells.append("")
+
+    def handle_startendtag(self, tag, attrs):
+        self.handle_starttag(tag, attrs)
+        self.open.pop()
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag, tag
+
+    def handle_data(self, data):
+        if "td" in self.open:
+            self.cells[-1] += data
+
+
+def leaves(value):
+    """Texts and numbers of a row, as JSON writes them; without those that are not there."""
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, list):
+        return [leaf for item in value for leaf in leaves(item)]
+    return [value if isinstance(value, str) else json.dumps(value)]
+
+
+def medians(content):
+    return [row["time"]["median_us"] for row in content["rows"]]
+
+
+@pytest.fixture(scope="module")
+def bench_file(tmp_path_factory):
+    """A bench of this machine, measured now."""
+    file = tmp_path_factory.mktemp("bench") / "bench.json"
+    sizes = ["--tokens", 32, "--hidden", 128, "--experts", 8, "--topk", 2]
+    passed("bench", *sizes, "--warmup", 1, "--iterations", 3, "--ranks", 2, "--json", file)
+    return file
+
+
+# What it shows
+
+
+def test_every_row_and_number_is_on_the_page_and_in_the_json(tmp_path, bench_file):
+    files = [H200[0], DEMO, bench_file]
+    told = passed("report", *files, "--html", tmp_path / "o.html", "--json", tmp_path / "o.json")
+    found = Page(tmp_path / "o.html")
+    cells, numbers = set(found.cells), set(found.numbers)
+    for file in files:
+        content = json.loads(file.read_text())
+        missing = [leaf for leaf in leaves(content["rows"]) if leaf not in cells]
+        assert missing == [], file.name
+        assert {repr(us) for us in medians(content)} <= numbers
+        assert f"{file.stem}: " in told
+        assert content["machine"]["cpu"] in cells or content["machine"]["cuda_devices"][0] in cells
+        assert content["git"]["commit"][:10] in "".join(found.cells)
+    written = json.loads((tmp_path / "o.json").read_text())
+    assert [r["name"] for r in written["results"]] == [file.stem for file in files]
+    for file, result in zip(files, written["results"], strict=True):
+        for row, of_file in zip(result["rows"], json.loads(file.read_text())["rows"], strict=True):
+            assert row | of_file == row  # speed-ups too, which are computed again
+
+
+def test_the_page_needs_nothing_else_and_its_pictures_have_texts(tmp_path):
+    passed("report", *H200[1:], "--html", tmp_path / "o.html")
+    found = Page(tmp_path / "o.html")
+    assert "http" not in found.text
+    assert "url(" not in re.sub(r"url\(#", "", found.text)
+    assert "<script" not in found.text
+    links = [value for name, value in found.attributes if name in ("src", "href", "xlink:href")]
+    assert all(value.startswith("#") for value in links)
+    assert len(found.ids) == len(set(found.ids))
+    assert {value[1:] for value in links} <= set(found.ids)
+    assert found.labelled
+    assert set(found.labelled) <= set(found.ids)
+    assert "prefers-color-scheme: dark" in found.text
+    svgs = re.findall(r"<svg.*?</svg>", found.text, re.S)
+    for svg in svgs:
+        xml.etree.ElementTree.fromstring(svg)
+    # Every colour follows the page, so that none is lost on the other background.
+    assert set(re.findall(r"#[0-9a-f]{6}\b", "".join(svgs))) == set()
+
+
+def test_names_are_texts_not_markup(tmp_path):
+    file = tmp_path / "a<b>&$x$_{.json"
+    file.write_text(DEMO.read_text())
+    passed("report", file, "--html", tmp_path / "o.html", "--png", tmp_path / "o.png")
+    assert "<b>" not in (tmp_path / "o.html").read_text()
+    assert "a&lt;b&gt;&amp;$x$_{" in (tmp_path / "o.html").read_text()
+
+
+def test_the_picture_opens_and_says_what_it_shows(tmp_path):
+    passed("report", H200[1], "--png", tmp_path / "o.png")
+    with Image.open(tmp_path / "o.png") as picture:
+        picture.load()
+        assert picture.width > 1000
+        assert len(picture.getcolors(1 << 24)) > 8
+        assert "dispatch mxfp4: 3.79 ms" in picture.info["Description"]
+
+
+def luminance(colour):
+    """WCAG 2.1, relative luminance."""
+    parts = (int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5))
+    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in parts]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+@pytest.mark.parametrize("theme", [0, 1], ids=["light", "dark"])
+def test_colours_stand_out_from_their_page(theme):
+    paper = luminance(charts.COLOURS["paper"][theme])
+    for name, pair in charts.COLOURS.items():
+        darker, lighter = sorted((paper, luminance(pair[theme])))
+        contrast = (lighter + 0.05) / (darker + 0.05)
+        least = {"paper": 1, "line": 1, "ink": 7, "green": 4.5, "pink": 4.5}.get(name, 3)
+        assert contrast >= least, name
+    assert len(set(charts.LIGHT.values())) == len(charts.COLOURS)
+
+
+# Together
+
+
+def changed(file, to, **changes):
+    content = json.loads(file.read_text())
+    content["arguments"].update(changes.pop("arguments", {}))
+    to.write_text(json.dumps({**content, **changes}))
+    return to
+
+
+def test_series_are_results_that_differ_in_one_number_alone(tmp_path):
+    read, _ = results.read(H200)
+    (tokens,) = compare.series(read, "tokens")
+    assert tokens.positions == [128, 4096]  # not the one on two nodes
+    assert compare.series(read, "skew") == []
+    skewed = changed(H200[1], tmp_path / "skewed.json", arguments={"skew": "1.5"})
+    read, _ = results.read([skewed, H200[1]])
+    (skew,) = compare.series(read, "skew")
+    assert skew.positions == [0, 1.5]
+    assert compare.series(read, "tokens") == []
+    assert "Speed-up over skew, measured" in {
+        chart.title.split(":")[0] for chart in charts.charts(read, [])
+    }
+
+
+def test_a_plan_of_the_same_setup_is_compared_and_another_is_not(tmp_path, bench_file):
+    same = ["--topology", "cpu-1g", "--ranks-per-node", 2, "--nodes", 1, "--hidden", 128]
+    same += ["--experts", 8, "--topk", 2]
+    plan, other = tmp_path / "plan.json", tmp_path / "other.json"
+    setup = json.loads(bench_file.read_text())
+    topology = (ROOT / "topologies" / "cpu-1g.toml").read_text()
+    ranks = re.sub(r"(?m)^ranks = .*", 'ranks = { value = 2, source = "test" }', topology)
+    (tmp_path / "two.toml").write_text(ranks.replace("codec/", f"{ROOT}/topologies/codec/"))
+    same[1] = tmp_path / "two.toml"
+    passed("plan", *same, "--tokens", 32, "--json", plan)
+    passed("plan", *same, "--tokens", 64, "--json", other)
+    passed("report", bench_file, plan, other, "--json", tmp_path / "o.json")
+    written = json.loads((tmp_path / "o.json").read_text())
+    (one,) = written["comparisons"]
+    assert (one["measured"], one["predicted"]) == ("bench", "plan")
+    predicted = {(r["op"], r["format"]): r["us"] for r in json.loads(plan.read_text())["rows"]}
+    for row, of_file in zip(one["rows"], setup["rows"], strict=True):
+        assert row["measured_us"] == of_file["time"]["median_us"]
+        assert row["predicted_us"] == predicted[of_file["op"], of_file["format"]]
+        assert row["error"] == row["predicted_us"] / row["measured_us"] - 1
+    assert "other does not predict bench: tokens 32, not 64." in written["not_measured"]
+
+    by_topology = tmp_path / "by_topology.json"
+    passed("report", bench_file, tmp_path / "two.toml", "--json", by_topology)
+    (same_again,) = json.loads(by_topology.read_text())["comparisons"]
+    assert same_again["rows"] == one["rows"]
+
+
+def test_a_topology_of_another_device_predicts_nothing():
+    told = passed("report", DEMO, ROOT / "topologies" / "hgx-h100-400g.toml")
+    assert "hgx-h100-400g.toml does not predict demo_4_ranks: device: expected cuda" in told
+
+
+def test_it_says_what_was_not_measured(tmp_path, bench_file):
+    alone = changed(bench_file, tmp_path / "alone.json", ranks=1, git=None)
+    told = passed("report", *H200, alone, "--html", tmp_path / "o.html")
+    for text in (
+        "wire formats not measured: mxfp8",
+        "2 virtual nodes of one host: what is between them is no real network",
+        "8 ranks shared 1 GPU",
+        "rows of 144 of 32,768 tokens were compared",
+        "alone: one rank: nothing left it",
+        "alone: the commit is unknown",
+        "dispatch_h200_8_ranks_128, dispatch_h200_8_ranks are of different commits",
+        "no two results differ in skew alone",
+        "no plan or topology here fits",
+    ):
+        assert text in told
+        assert text in (tmp_path / "o.html").read_text()
+    assert "Bandwidth: alone" not in (tmp_path / "o.html").read_text()
+
+
+def test_wrong_rows_are_not_hidden(tmp_path):
+    content = json.loads(DEMO.read_text())
+    content["rows"][0]["num_wrong"] = 3
+    (tmp_path / "wrong.json").write_text(json.dumps(content))
+    told = passed("report", tmp_path / "wrong.json", "--html", tmp_path / "o.html")
+    assert "wrong rows: 3 FAILED" in told
+    assert re.search(r"wrong rows: 3 of [0-9,]+ checked, FAILED", (tmp_path / "o.html").read_text())
+
+
+# Bad input
+
+
+def without(key):
+    content = json.loads(DEMO.read_text())
+    del content[key]
+    return content
+
+
+def with_row(**changes):
+    content = json.loads(DEMO.read_text())
+    content["rows"][2].update(changes)
+    return content
+
+
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [
+        ("", "expected a result of fp4comm bench, demo or plan (--json), or a topology (.toml), "
+         "got no JSON"),
+        ("[1]", "got other JSON"),
+        ({"command": "info"}, "got one of info"),
+        (json.loads((RESULTS / "plan_h200.json").read_text()), "got one of plan_cuda"),
+        (without("ranks"), "ranks: expected a whole number, got nothing"),
+        (without("rows"), "rows: expected a list that is not empty, got nothing"),
+        (with_row(op=None), "rows.2.op: expected a text, got nothing"),
+        (with_row(num_wrong="0"), 'rows.2.num_wrong: expected a whole number, got "0"'),
+        (with_row(time={"median_us": 0, "p90_us": 1}), "rows.2.time.median_us: expected a time"),
+        (with_row(parts_us={"plan": None}), "rows.2.parts_us.plan: expected a time, got nothing"),
+        ({"command": "plan"}, "ranks: expected a whole number, got nothing"),
+    ],
+)  # fmt: skip
+def test_what_is_no_result_is_refused_in_one_line(tmp_path, content, text):
+    bad = tmp_path / "bad.json"
+    bad.write_text(content if isinstance(content, str) else json.dumps(content))
+    refused = run("report", DEMO, bad, "--html", tmp_path / "o.html")
+    assert refused.exit_code == 2
+    assert refused.output.startswith(f"Error: {bad}: ")
+    assert text in refused.output
+    assert refused.output.count("\n") == 1
+    assert not (tmp_path / "o.html").exists()
+
+
+def test_each_bad_file_has_its_line(tmp_path):
+    (tmp_path / "a.json").write_text("{}")
+    refused = run("report", tmp_path / "a.json", tmp_path / "none.json", tmp_path / "none.toml")
+    assert refused.exit_code == 2
+    first, second, third = refused.output.splitlines()
+    assert first == (
+        f"Error: {tmp_path}/a.json: expected a result of fp4comm bench, demo or plan (--json), or"
+        " a topology (.toml), got other JSON"
+    )
+    assert second.startswith(f"{tmp_path}/none.json: expected")
+    assert "No such file" in second
+    assert third.startswith(f"{tmp_path}/none.toml: expected a topology")
+
+
+def test_other_mistakes_of_the_command_line(tmp_path):
+    assert "Missing argument" in run("report").output
+    refused = run("report", tmp_path / "a.toml")
+    assert refused.exit_code == 2
+    topology = ROOT / "topologies" / "cpu-1g.toml"
+    assert "expected a result beside the topology" in run("report", topology).output
+    copy = tmp_path / "copy.json"
+    copy.write_text(DEMO.read_text())
+    assert "expected another file" in run("report", copy, "--json", copy).output
+    assert copy.read_text() == DEMO.read_text()
+
+
+def test_without_the_extra_the_error_names_it_and_words_still_come(tmp_path, monkeypatch):
+    def no_matplotlib(name):
+        raise ImportError(name)
+
+    monkeypatch.setattr(page.importlib, "import_module", no_matplotlib)
+    refused = run("report", DEMO, "--html", tmp_path / "o.html")
+    assert refused.exit_code == 2
+    assert "pip install 'fp4comm[report]'" in refused.output
+    assert "demo_4_ranks: 4 ranks" in passed("report", DEMO, "--json", tmp_path / "o.json")
+
+
+def test_the_page_is_in_the_package():
+    listed = (ROOT / "pyproject.toml").read_text()
+    assert '"fp4comm.report" = ["page.html"]' in listed
+    assert importlib.resources.files("fp4comm.report").joinpath("page.html").is_file()
