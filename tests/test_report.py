@@ -158,6 +158,18 @@ def test_the_picture_opens_and_says_what_it_shows(tmp_path):
         assert "dispatch mxfp4: 3.79 ms" in picture.info["Description"]
 
 
+def test_the_readme_shows_what_its_command_makes(tmp_path):
+    (line,) = re.findall(
+        r"^fp4comm report (benchmarks/\S+) --html report.html --png (docs/\S+)$",
+        (ROOT / "README.md").read_text(),
+        re.M,
+    )
+    passed("report", *sorted(ROOT.glob(line[0])), "--png", tmp_path / "o.png")
+    with Image.open(tmp_path / "o.png") as made, Image.open(ROOT / line[1]) as landed:
+        charts_of = [set(p.info["Description"].splitlines()) for p in (made, landed)]
+    assert charts_of[1] <= charts_of[0]  # results that came later may be missing
+
+
 def luminance(colour):
     """WCAG 2.1, relative luminance."""
     parts = (int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5))
@@ -227,6 +239,20 @@ def test_a_plan_of_the_same_setup_is_compared_and_another_is_not(tmp_path, bench
     passed("report", bench_file, tmp_path / "two.toml", "--json", by_topology)
     (same_again,) = json.loads(by_topology.read_text())["comparisons"]
     assert same_again["rows"] == one["rows"]
+
+
+def test_nodes_of_the_two_hop_route_are_virtual_on_one_host(tmp_path):
+    file = tmp_path / "two_hop.json"
+    sizes = ["--tokens", 16, "--hidden", 64, "--experts", 4, "--topk", 2, "--wire", "bf16,mxfp4"]
+    nodes = ["--ranks", 4, "--ranks-per-node", 2, "--route", "flat,two_hop"]
+    passed("bench", *sizes, *nodes, "--warmup", 1, "--iterations", 1, "--json", file)
+    told = passed("report", file, "--html", tmp_path / "o.html")
+    assert "4 ranks on 2 nodes" in told
+    assert "dispatch mxfp4, two-hop: " in told
+    assert "2 virtual nodes of one host" in told
+    assert "the two-hop route was not measured" not in told
+    between = {str(row["between_bytes"]) for row in json.loads(file.read_text())["rows"]}
+    assert between <= set(Page(tmp_path / "o.html").numbers)
 
 
 def test_a_topology_of_another_device_predicts_nothing():

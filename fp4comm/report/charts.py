@@ -47,7 +47,7 @@ FORMAT_STYLES = {  # colour and marker
 }
 WHOLE_CALL, END_OF_CALL = "whole call", "end of call"
 INCHES_WIDE, DPI = 4.4, 160
-LEGEND_LETTERS, TITLE_LETTERS = 64, 56  # of a line
+LEGEND_LETTERS, TITLE_LETTERS, NOTE_LETTERS = 64, 56, 84  # of a line
 STYLE = {
     "font.size": 8.5,
     "text.parse_math": False,  # a dollar in a file's name is a dollar
@@ -64,7 +64,6 @@ STYLE = {
     "grid.linewidth": 0.6,
     "legend.frameon": False,
     "legend.fontsize": 8,
-    "legend.handlelength": 1.4,
     "figure.constrained_layout.w_pad": 0.09,
     "figure.constrained_layout.h_pad": 0.06,
     "text.color": LIGHT["ink"],
@@ -98,7 +97,7 @@ def charts(results: Sequence[Result], comparisons: Sequence[Comparison]) -> list
     """Choose the pictures: comparisons and series first, then two for each result."""
     made = [_compared(comparison) for comparison in comparisons]
     for axis in AXES:
-        made += [_speedups(one) for one in series(results, axis)]
+        made += [_speedups(one) for one in series(results, axis) if any(_speedup_lines(one))]
     for result in results:
         made.append(_times(result))
         if result.is_measured and result.setup.ranks > 1:
@@ -263,9 +262,9 @@ def _speedups(one: Series) -> Chart:
             axes.axhline(1, color=LIGHT["ink"], linewidth=0.8, label="_as fast")
             axes.set_title(f"dispatch over {base}", fontsize=8.5, color=LIGHT["ink"])
             _scale(axes, one)
-            axes.set_ylim(bottom=0)
+        panels[0].set_ylim(0, 1.08 * max(1, *(y for *_, points in lines for _, y in points)))
         panels[0].set_ylabel("times as fast")
-        _legend(figure, panels[0])
+        _legend(figure, panels[0], handle=2.6)  # long enough to show dashes
 
     return Chart(
         title=f"Speed-up over {one.axis}, {verb}: {', '.join(r.name for r in one.results)}",
@@ -343,18 +342,19 @@ def _room_for_labels(axes: Any) -> None:
     axes.set_xlim(0, axes.get_xlim()[1] * 1.14)
 
 
-def _legend(figure: Any, axes: Any) -> None:
+def _legend(figure: Any, axes: Any, handle: float = 1.4) -> None:
     handles, names = axes.get_legend_handles_labels()
     if END_OF_CALL in names:  # lines come before bars
         at = names.index(END_OF_CALL)
         handles, names = ([*of[:at], *of[at + 1 :], of[at]] for of in (handles, names))
-    widest = max(map(len, names), default=1) + 6  # the handle's place
+    widest = max(map(len, names), default=1) + 5 + int(handle)  # with the handle's place
     columns = max(1, min(len(names), LEGEND_LETTERS // widest))
-    figure.legend(handles, names, loc="outside lower center", ncols=columns, columnspacing=1.4)
+    shape = {"ncols": columns, "handlelength": handle, "columnspacing": 1.4}
+    figure.legend(handles, names, loc="outside lower center", **shape)
 
 
 def _ms(us: float) -> str:
-    return f"{us / 1e3:.3g}" if us < 1e6 else f"{us / 1e3:,.0f}"
+    return f"{us / 1e3:#.3g}".rstrip(".") if us < 1e6 else f"{us / 1e3:,.0f}"
 
 
 # As SVG and PNG
@@ -388,20 +388,21 @@ def write_png(made: Sequence[Chart], title: str, file: Path) -> None:
     columns = min(2, len(made))
     rows = [made[i : i + columns] for i in range(0, len(made), columns)]
     titles = {chart.title: textwrap.fill(chart.title, TITLE_LETTERS) for chart in made}
-    heights = [
-        max(chart.inches + 0.2 + 0.16 * titles[chart.title].count("\n") for chart in row)
-        for row in rows
-    ]
+    notes = {chart.title: textwrap.fill(f"{chart.note}.", NOTE_LETTERS) for chart in made}
+    extra = {t: 0.2 + 0.15 * (titles[t].count("\n") + notes[t].count("\n") + 1) for t in titles}
+    heights = [max(chart.inches + extra[chart.title] for chart in row) for row in rows]
     with rc_context(STYLE):
         size = (columns * INCHES_WIDE, sum(heights) + 0.5)
         figure = Figure(figsize=size, layout="constrained", facecolor=LIGHT["paper"])
-        heading = textwrap.fill(title, columns * TITLE_LETTERS)
-        figure.suptitle(heading, fontsize=10)
+        heading = [textwrap.fill(line, columns * TITLE_LETTERS) for line in title.splitlines()]
+        figure.suptitle("\n".join(heading), fontsize=9)
         parts = figure.subfigures(len(rows), columns, squeeze=False, height_ratios=heights)
         for row, of_row in zip(rows, parts, strict=True):
             for chart, part in zip(row, of_row, strict=False):
                 part.set_facecolor(LIGHT["paper"])
                 part.suptitle(titles[chart.title], fontsize=9.5, weight="bold")
                 chart.draw(part)
+                for legend in part.legends:  # where the page has a text of its own
+                    legend.set_title(notes[chart.title], prop={"size": 7})
         text = "\n".join(f"{chart.title}: {chart.text}" for chart in made)
         figure.savefig(file, format="png", dpi=DPI, metadata={"Title": title, "Description": text})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -98,22 +99,30 @@ def comparisons(
     results: Sequence[Result], topologies: Sequence[Path]
 ) -> tuple[list[Comparison], list[str]]:
     """Put predictions beside measured results; say which fit nothing, and why."""
+    measured = [result for result in results if result.is_measured]
     found: list[Comparison] = []
     unused: list[str] = []
-    plans = [result for result in results if not result.is_measured]
-    for result in (result for result in results if result.is_measured):
-        candidates: list[tuple[str, Result]] = [(plan.name, plan) for plan in plans]
-        for file in topologies:
-            try:
-                candidates.append((file.name, predict(result, file)))
-            except ValueError as error:
-                unused.append(f"{file.name} does not predict {result.name}: {error}.")
-        for name, plan in candidates:
-            if why := misfits(result.setup, plan.setup):
-                unused.append(f"{name} does not predict {result.name}: {'; '.join(why)}.")
-            else:
-                found.append(Comparison(result, plan))
+    for plan in (result for result in results if not result.is_measured):
+        fitting = [result for result in measured if not misfits(result.setup, plan.setup)]
+        found += [Comparison(result, plan) for result in fitting]
+        if measured and not fitting:
+            nearest = min(measured, key=lambda r: len(misfits(r.setup, plan.setup)))
+            unused.append(_misfit(plan.name, nearest, misfits(nearest.setup, plan.setup)))
+    for file, result in itertools.product(topologies, measured):
+        try:
+            plan = predict(result, file)
+        except ValueError as error:
+            unused.append(_misfit(file.name, result, [str(error)]))
+            continue
+        if why := misfits(result.setup, plan.setup):
+            unused.append(_misfit(file.name, result, why))
+        else:
+            found.append(Comparison(result, plan))
     return [comparison for comparison in found if comparison.pairs], unused
+
+
+def _misfit(name: str, result: Result, why: Sequence[str]) -> str:
+    return f"{name} does not predict {result.name}: {'; '.join(why)}."
 
 
 # Series
@@ -195,7 +204,7 @@ def _gaps_of(result: Result) -> Iterator[str]:
 def _gaps_of_place(result: Result) -> Iterator[str]:
     """What the machine could not show."""
     content, ranks = result.content, result.setup.ranks
-    hosts, nodes = content.get("hosts"), content.get("nodes")
+    hosts, nodes = content.get("hosts"), result.setup.nodes
     if ranks == 1:
         yield "one rank: nothing left it, so that its times say nothing of an exchange"
     elif hosts == 1 and nodes == 1:

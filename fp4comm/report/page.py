@@ -254,4 +254,9 @@ def write_html(report: Report, file: Path) -> None:
 
 def write_png(report: Report, file: Path) -> None:
     """Write all pictures as one."""
-    charts.write_png(charts.charts(report.results, report.comparisons), report.title, file)
+    places = dict.fromkeys(
+        f"{result.machine}, commit {result.commit}" if result.is_measured else result.machine
+        for result in report.results
+    )
+    title = f"{report.title}\n{'; '.join(places)}"
+    charts.write_png(charts.charts(report.results, report.comparisons), title, file)

@@ -53,8 +53,9 @@ class Row:
 
     @property
     def name(self) -> str:
-        """What tells the row from others of its result."""
-        of = f" of {self.dispatch}" if self.op == "combine" else ""
+        """What tells the row from others of its result: a predicted combine is that of any."""
+        is_of_one = self.op == "combine" and self.p90_us is not None
+        of = f" of {self.dispatch}" if is_of_one else ""
         route = "" if self.route == "flat" else f", {self.route.replace('_', '-')}"
         return f"{self.op} {self.format}{of}{route}"
 
@@ -154,7 +155,8 @@ PLAN_KEYS = {
     "rows": LIST,
 }
 OPTIONAL_KEYS = {  # null or missing are fine
-    **dict.fromkeys(("nodes", "hosts", "gpus", "arguments.alignment"), WHOLE),
+    **dict.fromkeys(("nodes", "hosts", "gpus"), WHOLE),
+    **dict.fromkeys(("arguments.alignment", "arguments.ranks_per_node"), WHOLE),
     **dict.fromkeys(("arguments.arrive", "arguments.device"), TEXT),
     "machine.cuda_devices": TEXTS,
     "git": TABLE,
@@ -299,9 +301,11 @@ def _plan_row(row: dict[str, Any]) -> Row:
 
 def _bench_setup(content: dict[str, Any]) -> Setup:
     arguments, tokens = content["arguments"], set(content["tokens"])
+    of_node = arguments.get("ranks_per_node")  # what the two-hop route was told
+    nodes = -(-content["ranks"] // of_node) if of_node else content.get("nodes")
     return Setup(
         ranks=content["ranks"],
-        nodes=content.get("nodes", content.get("hosts")),
+        nodes=content.get("hosts") if nodes is None else nodes,
         tokens=content["tokens"][0] if len(tokens) == 1 else None,
         hidden=content["hidden"],
         experts=content["experts"],
