@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -15,13 +14,13 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 def uncompiled(function: Function) -> Function:
     """Run a function as it stands, also in compiled code.
 
-    It is `torch.compiler.disable`, applied only where the compiler is loaded: that takes seconds.
+    It is `torch.compiler.disable`, applied only while the compiler looks on: it takes seconds to load.
     """
     disabled: list[Callable[..., Any]] = []
 
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
-        if "torch._dynamo" not in sys.modules:
+        if not torch.compiler.is_dynamo_compiling():
             return function(*args, **kwargs)
         if not disabled:
             disabled.append(torch.compiler.disable(function))
