@@ -14,7 +14,8 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 def uncompiled(function: Function) -> Function:
     """Run a function as it stands, also in compiled code.
 
-    It is `torch.compiler.disable`, applied only while the compiler looks on: it takes seconds to load.
+    It is `torch.compiler.disable`, applied only while the compiler looks on: that takes seconds to
+    load.
     """
     disabled: list[Callable[..., Any]] = []
 
