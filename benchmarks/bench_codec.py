@@ -29,6 +29,7 @@ from safetensors.torch import load_file
 from fp4comm import WireFormat, machine, quantize, reference, routing
 from fp4comm.bench import report as bench_report
 from fp4comm.codec import cpu
+from fp4comm.formats import fp8_row_bytes
 from fp4comm.packed import PackedRows
 
 WIRES = [WireFormat(name) for name in ("bf16", "fp8", "mxfp8", "mxfp4")]
@@ -207,7 +208,7 @@ def arrival_cases(x: torch.Tensor) -> Iterator[Case]:
     num_rows, hidden = x.shape
     layout = layout_of(num_rows)
     expanded, source = layout.num_expert_rows, layout.row_source.numpy()[:CHECKED_ROWS]
-    fp8_bytes, in_order = hidden + 4 * -(-hidden // 128), np.arange(CHECKED_ROWS)
+    fp8_bytes, in_order = fp8_row_bytes(hidden), np.arange(CHECKED_ROWS)
     for wire in WIRES:
         packed = quantize(x, wire)
         parts = packed.payload, packed.scales, wire, hidden
@@ -396,8 +397,7 @@ def main(
     num_wrong = sum(r.get("wrong", 0) for r in rows)
     if json_path:
         arguments = {"tokens": tokens, "hidden": hidden, "threads": threads, "x": name}
-        about = {"versions": machine.versions(), "machine": machine.machine()}
-        content = {"arguments": arguments, **about, "git": machine.git(), "rows": rows}
+        content = {"arguments": arguments, **machine.about(), "rows": rows}
         bench_report.write_json(Path(json_path), content)
     click.echo(f"# wrong rows: {num_wrong} {'OK' if num_wrong == 0 else 'FAILED'}")
     raise SystemExit(num_wrong > 0)

@@ -29,6 +29,7 @@ import torch
 
 from fp4comm import WireFormat, launch, machine, reference, routing
 from fp4comm.codec import cuda
+from fp4comm.formats import fp8_row_bytes
 
 WIRES = [WireFormat(name) for name in ("mxfp4", "mxfp8", "fp8", "bf16")]
 SHAPES = ("4096x7168", "24576x2048", "32768x7168", "128x7168")
@@ -188,7 +189,7 @@ def arrival_cases(x: torch.Tensor) -> Iterator[Case]:
     layout = to_gpu(host_layout)
     source = layout.row_source
     num_out = layout.num_expert_rows
-    fp8_row = hidden + 4 * -(-hidden // 128)
+    fp8_row = fp8_row_bytes(hidden)
     for wire in WIRES:
         parts = (*cuda.quantize_rows(x, wire), wire, hidden)
         read = num_bytes(*parts[:2])

@@ -270,7 +270,6 @@ def as_json(rows: list[Row], context: dict[str, Any]) -> dict[str, Any]:
     return {
         "command": "dispatch_memory",
         **context,
-        "git": machine.git(),
         "most_allowed": MOST,
         "wrong_rows": sum(row.num_wrong for row in rows),
         "rows": [
@@ -302,8 +301,7 @@ def main(wire: str, mmap_kib: int, json_file: Path | None, **sizes: int) -> None
     if prints:
         context = {
             "arguments": {**sizes, "wire": wire, "mmap_kib": mmap_kib},
-            "machine": machine.machine(),
-            "versions": machine.versions(),
+            **machine.about(),
             "ranks": workload.num_ranks,
             "transport": name,
         }

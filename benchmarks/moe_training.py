@@ -25,8 +25,8 @@ from rich.progress import Progress
 
 from fp4comm import Precision, WireFormat, machine
 from fp4comm.bench.clock import gather
-from fp4comm.bench.rows import row_bytes
 from fp4comm.bench.run import current_device
+from fp4comm.routing import route_slot_bytes
 from fp4comm.transport import Transport
 
 FLOOR = WireFormat("mxfp4", scale_rule="floor")
@@ -274,10 +274,10 @@ class Training:
         """Bytes that so many wire rows take in each pass."""
         hidden, topk = self.preset.shape.hidden, self.preset.shape.topk
         row = {
-            field.name: row_bytes(WireFormat.of(getattr(self.precision, field.name)), hidden)
+            field.name: WireFormat.of(getattr(self.precision, field.name)).row_bytes(hidden)
             for field in dataclasses.fields(self.precision)
         }
-        row["dispatch"] += row_bytes(WireFormat("bf16"), 0, topk)  # the route
+        row["dispatch"] += topk * route_slot_bytes(weights=True)
         row["dispatch_grad"] += 4 * topk  # gradients of the weights, float32
         return {name: wire_rows * num_bytes for name, num_bytes in row.items()}
 
@@ -362,7 +362,5 @@ def sitting(group: Transport, arguments: dict[str, Any]) -> dict[str, Any]:
         "arguments": arguments,
         "ranks": group.num_ranks,
         "transport": group.name,
-        "machine": machine.machine(),
-        "versions": machine.versions(),
-        "git": machine.git(),
+        **machine.about(),
     }

@@ -199,9 +199,7 @@ def summary(rows: Sequence[dict[str, Any]]) -> str:
 def as_json(rows: Sequence[dict[str, Any]], calibrated: Path) -> dict[str, Any]:
     """What was found, and where."""
     return {
-        "machine": machine.machine(),
-        "versions": machine.versions(),
-        "git": machine.git(),
+        **machine.about(),
         "load": os.getloadavg(),
         "calibration": calibrated.read_text().splitlines(),
         "summary": summary(rows),

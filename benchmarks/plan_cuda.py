@@ -187,9 +187,7 @@ def main(
         content = {
             "command": "plan_cuda",
             "arguments": {"tokens": tokens, "experts": experts, "topk": topk},
-            "machine": machine.machine(),
-            "versions": machine.versions(),
-            "git": machine.git(),
+            **machine.about(),
             "rows": [dataclasses.asdict(row) for row in rows],
         }
         bench_report.write_json(json_file, content)

@@ -276,7 +276,6 @@ def as_json(result: Result, context: dict[str, Any]) -> dict[str, Any]:
     return {
         "command": "two_hosts",
         **context,
-        "git": machine.git(),
         "ranks": 2,
         "transport": "torch (gloo)",
         "tcp_congestion_control": result.congestion_control,
@@ -317,11 +316,7 @@ def main(json_file: Path | None, **arguments: Any) -> None:
         is_rank_0 = group.rank == 0
     dist.destroy_process_group()
     if is_rank_0:
-        context = {
-            "arguments": arguments,
-            "machine": machine.machine(),
-            "versions": machine.versions(),
-        }
+        context = {"arguments": arguments, **machine.about()}
         click.echo("\n".join(header_lines(result, context) + row_lines(result)))
         if json_file is not None:
             bench_report.write_json(json_file, as_json(result, context))

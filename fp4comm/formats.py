@@ -104,6 +104,16 @@ FORMATS = {
 }
 
 
+def fp8_row_bytes(hidden: int) -> int:
+    """Bytes of an FP8 row: codes, and a float32 scale for each 128 of them.
+
+    Example:
+        >>> fp8_row_bytes(160)
+        168
+    """
+    return hidden + 4 * -(-hidden // FP8_BLOCK)
+
+
 @dataclasses.dataclass(frozen=True)
 class WireFormat:
     """A wire format with its options, as `Precision` and `quantize` take it.

@@ -36,13 +36,18 @@ PINNED = (
 
 def everything() -> dict[str, Any]:
     """All of this file: what ``fp4comm info`` shows."""
+    parts = about()
     return {
-        "versions": {**versions(), "MPI library": mpi_library()},
-        "machine": machine(),
+        **parts,
+        "versions": {**parts["versions"], "MPI library": mpi_library()},
         "codecs": codecs(),
         "transports": transports(),
-        "git": git(),
     }
+
+
+def about() -> dict[str, Any]:
+    """What a result says of where it comes from: machine, versions and commit."""
+    return {"machine": machine(), "versions": versions(), "git": git()}
 
 
 def as_lines(content: dict[str, Any], launched_ranks: int) -> list[str]:

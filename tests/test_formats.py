@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from fp4comm import reference
-from fp4comm.formats import E2M1_VALUES, FORMATS, WireFormat
+from fp4comm.formats import E2M1_VALUES, FORMATS, WireFormat, fp8_row_bytes
 
 ALL_BYTES = np.arange(256, dtype=np.uint8)
 E4M3_MAGNITUDES = np.arange(0x7F, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
@@ -117,6 +117,13 @@ def test_bytes_of_a_row(name, hidden, payload_bytes, scale_bytes):
     payload, scales = reference.quantize_rows(np.ones((3, hidden), np.float32), wire)
     assert payload.shape == (3, payload_bytes)
     assert scales.shape == (3, scale_bytes)
+
+
+@pytest.mark.parametrize("hidden", [32, 128, 160, 7168])
+def test_bytes_of_an_fp8_row_are_those_of_its_arrays(hidden):
+    made = reference.quantize_rows(np.zeros((1, hidden), np.uint16), WireFormat("bf16"))
+    arrays = reference.to_fp8_rows(*made, WireFormat("bf16"), hidden)
+    assert fp8_row_bytes(hidden) == sum(array.nbytes for array in arrays)
 
 
 def test_gain_of_mxfp4_over_bf16():

@@ -17,13 +17,14 @@ import numpy as np
 import torch
 
 from fp4comm import codec
+from fp4comm.agreement import MESSAGE_WORDS
 from fp4comm.all_to_all import AllToAll
 from fp4comm.bench.check import expert_outputs
 from fp4comm.bench.clock import Stopwatch, gather
 from fp4comm.bench.run import Settings, compile_first, current_device
 from fp4comm.bench.workload import Synthetic
 from fp4comm.dispatched import Dispatched
-from fp4comm.formats import FORMATS, FP8_BLOCK, WireFormat
+from fp4comm.formats import FORMATS, WireFormat, fp8_row_bytes
 from fp4comm.hops import find_nodes
 from fp4comm.precision import Precision
 from fp4comm.quantities import MOST_SHARE
@@ -41,7 +42,6 @@ REPEATS = 5
 TINY_REPEATS = 21
 HIDDEN, LOCAL_EXPERTS, TOPK = 2048, 8, 8
 TOKENS = {"cpu": (64, 1024), "cuda": (128, 8192)}  # few and many, for the kernels
-COUNT_WORDS = 64  # of the counts exchange, to each rank
 
 
 @dataclasses.dataclass(frozen=True)
@@ -198,7 +198,7 @@ class Meter:
 
     def counts_us(self) -> float:
         """The exchange of counts."""
-        counts = np.zeros((self._transport.num_ranks, COUNT_WORDS), np.int64)
+        counts = np.zeros((self._transport.num_ranks, MESSAGE_WORDS), np.int64)
         return self.slowest_us(lambda: self._transport.exchange_counts(counts), TINY_REPEATS)
 
     def exchange_us(
@@ -344,12 +344,11 @@ class _Kernels:
         rows, slots, padded = self._arrivals(work, inputs, wire)
         sent = tokens * 2 * hidden + rows * wire.row_bytes(hidden)
         arrived = rows * wire.row_bytes(hidden)
-        fp8_row = hidden + 4 * -(-hidden // FP8_BLOCK)
         packed = self._parts(work, inputs, wire, "packed")
         self._note("plan", wire_name, tokens * TOPK, packed["dispatch plan"])
         self._note("layout", wire_name, rows * TOPK, packed["dispatch arrive"])
         self._note("quantize", wire_name, sent, packed["dispatch quantize"])
-        for arrive, row in (("fp8", fp8_row), ("bf16", 2 * hidden)):
+        for arrive, row in (("fp8", fp8_row_bytes(hidden)), ("bf16", 2 * hidden)):
             parts = self._parts(work, inputs, wire, arrive)
             us = parts["dispatch arrive"] - packed["dispatch arrive"]
             self._note(f"arrive_{arrive}", wire_name, arrived + padded * row, us)

@@ -12,15 +12,15 @@ import dataclasses
 
 import numpy as np
 
+from fp4comm.agreement import MESSAGE_WORDS
 from fp4comm.bench.rows import row_bytes
-from fp4comm.formats import FP8_BLOCK, WireFormat
+from fp4comm.formats import WireFormat, fp8_row_bytes
 from fp4comm.predict import loads
 from fp4comm.predict.loads import Load
 from fp4comm.predict.spread import Spread
 from fp4comm.topology import Places, Topology
 
 BF16 = WireFormat("bf16")
-COUNT_BYTES = 8 * 64  # to each rank in the counts exchange: fp4comm.agreement.MESSAGE_WORDS
 US = 1e-3  # bytes over GB/s = 10^9 B/s, in us
 
 
@@ -234,7 +234,7 @@ def _begin(topology: Topology, places: Places, shape: Shape) -> dict[str, float]
     one = np.ones(places.num_ranks)
     others, far = size - one, places.num_ranks - size
     load = Load(one, others, others, far, far, others, far)
-    counts = exchange(topology, places, load, COUNT_BYTES).us - topology.calls["exchange"]
+    counts = exchange(topology, places, load, 8 * MESSAGE_WORDS).us - topology.calls["exchange"]
     return {
         "plan": topology.calls["plan"] + slots * topology.calls["plan_slot"],
         "counts": topology.calls["counts"] + counts,
@@ -255,9 +255,7 @@ def _arrive(
     us = topology.calls["layout"] + table * topology.calls["layout_slot"]
     if arrive == "packed":
         return us
-    out = 2 * shape.hidden
-    if arrive == "fp8":
-        out = shape.hidden + 4 * -(-shape.hidden // FP8_BLOCK)
+    out = fp8_row_bytes(shape.hidden) if arrive == "fp8" else 2 * shape.hidden
     moved = (rows * wire.row_bytes(shape.hidden) + padded * out).max()
     return us + _kernel(topology, f"arrive_{arrive}", wire, moved)
 
