@@ -37,6 +37,15 @@ def positive_int(name: str, value: int) -> int:
     return operator.index(value)
 
 
+def local_experts(name: str, num_experts: int, num_ranks: int) -> None:
+    """Check that the route can tell the experts of a rank apart."""
+    if num_experts > num_ranks * MAX_LOCAL_EXPERTS:
+        raise ValueError(
+            f"{name}: expected at most {MAX_LOCAL_EXPERTS} a rank ({num_ranks} ranks), got"
+            f" {num_experts}"
+        )
+
+
 def seconds(name: str, value: float) -> float:
     """Check a time limit."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 import re
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -18,7 +17,11 @@ BANDWIDTH_UNITS = {  # in GB/s = 10^9 B/s
     "TB/s": 1e3,
 }
 TIME_UNITS = {"ns": 1e-3, "us": 1.0, "ms": 1e3, "s": 1e6}  # in us
-MOST_SHARE = 2.0  # of a copy, that a kernel reaches: caches may help
+MOST_COUNT = 16384  # ranks, nodes or NICs
+# Beyond these a number is a slip, and sums and quotients of floats would soon overflow.
+BANDWIDTHS_GBS = 1e-9, 1e15
+MOST_TIME_US = 1e9
+SHARES = 1e-6, 2.0  # a kernel may reach more than a copy does, where caches help
 
 
 def _with_unit(value: Any, units: Mapping[str, float]) -> float | None:
@@ -33,21 +36,22 @@ def _with_unit(value: Any, units: Mapping[str, float]) -> float | None:
 
 def _bandwidth(value: Any) -> float | None:
     gbs = _with_unit(value, BANDWIDTH_UNITS)
-    return gbs if gbs is not None and 0 < gbs < math.inf else None
+    least, most = BANDWIDTHS_GBS
+    return gbs if gbs is not None and least <= gbs <= most else None
 
 
 def _time(value: Any) -> float | None:
     us = _with_unit(value, TIME_UNITS)
-    return us if us is not None and math.isfinite(us) else None
+    return us if us is not None and us <= MOST_TIME_US else None
 
 
 def _share(value: Any) -> float | None:
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return float(value) if is_number and 0 < value <= MOST_SHARE else None
+    return float(value) if is_number and SHARES[0] <= value <= SHARES[1] else None
 
 
 def _count(value: Any) -> int | None:
-    return value if type(value) is int and value > 0 else None
+    return value if type(value) is int and 0 < value <= MOST_COUNT else None
 
 
 def _counts(value: Any) -> tuple[int, ...] | None:
@@ -68,11 +72,17 @@ class Kind:
     parse: Callable[[Any], Any]
 
 
-BANDWIDTH = Kind(f'a bandwidth in {", ".join(BANDWIDTH_UNITS)}, as "400 Gbit/s"', _bandwidth)
-TIME = Kind(f'a time in {", ".join(TIME_UNITS)}, as "5 us"', _time)
-SHARE = Kind("a number above 0, at most 2", _share)
-COUNT = Kind("a whole number above 0", _count)
-COUNTS = Kind("a whole number above 0, or a list of one for each node", _counts)
+BANDWIDTH = Kind(
+    f'a bandwidth in {", ".join(BANDWIDTH_UNITS)}, as "400 Gbit/s", of'
+    " {:g} to {:g} GB/s".format(*BANDWIDTHS_GBS),
+    _bandwidth,
+)
+TIME = Kind(
+    f'a time in {", ".join(TIME_UNITS)}, as "5 us", of at most {MOST_TIME_US / 1e6:g} s', _time
+)
+SHARE = Kind("a number in {:g}..{:g}".format(*SHARES), _share)
+COUNT = Kind(f"a whole number in 1..{MOST_COUNT}", _count)
+COUNTS = Kind(f"{COUNT.expected}, or a list of one for each node", _counts)
 
 
 def entry(key: str, value: Any, source: str | None = None) -> str:

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from fp4comm.formats import FORMATS
-from fp4comm.quantities import BANDWIDTH, COUNT, COUNTS, SHARE, TIME, Kind
+from fp4comm.quantities import BANDWIDTH, COUNT, COUNTS, MOST_COUNT, SHARE, TIME, Kind
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -25,7 +25,7 @@ else:
     import tomli as tomllib
 
 FOLDER = Path(__file__).resolve().parent / "topologies"  # in a checkout a link
-MOST_RANKS = 16384  # that predictions are made for
+MOST_RANKS = MOST_COUNT  # of all nodes, that predictions are made for
 DEVICES = ("cpu", "cuda")
 DUPLEX = ("full", "half")
 KERNELS = ("quantize", "arrive_fp8", "arrive_bf16", "weighted_reduce", "final_reduce")
@@ -148,20 +148,6 @@ class Topology:
             raise self._misfit("ranks", f"at most {MOST_RANKS}", sizes.sum())
         return Places(sizes, nics)
 
-    def check_ranks(self, sizes: list[int]) -> None:
-        """Refuse ranks that stand otherwise than the file says.
-
-        Args:
-            sizes: ranks of each node.
-
-        Raises:
-            TopologyError: more nodes, or another number of ranks on one of them.
-        """
-        of_file = self.ranks * len(sizes) if len(self.ranks) == 1 else self.ranks
-        if len(sizes) > self.most_nodes or tuple(sizes) != of_file[: len(sizes)]:
-            expected = f"at most {self.most_nodes} nodes of {', '.join(map(str, self.ranks))} ranks"
-            raise self._misfit("ranks", expected, f"nodes of {', '.join(map(str, sizes))} ranks")
-
     def _misfit(self, key: str, expected: str, got: Any) -> TopologyError:
         return TopologyError(f"{key}: expected {expected} (topology {self.name}), got {got}")
 
@@ -175,7 +161,7 @@ class Places:
         nics: of a node.
         node: ``[num_ranks]`` node of each rank.
         index: ``[num_ranks]`` each rank's place on its node.
-        nic: ``[num_ranks]`` each rank's NIC, numbered over all nodes.
+        nic: ``[num_ranks]`` each rank's NIC, numbered over all nodes; none that no rank uses.
         nics_a_rank: NICs that a rank has to itself, where there are more than ranks; else 1.
     """
 
@@ -191,10 +177,11 @@ class Places:
         sizes = self.sizes
         node = np.repeat(np.arange(len(sizes)), sizes)
         index = np.arange(len(node)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
-        shared = np.minimum(self.nics, sizes[node])
+        used = np.minimum(self.nics, sizes)
+        first = np.cumsum(used) - used
         object.__setattr__(self, "node", node)
         object.__setattr__(self, "index", index)
-        object.__setattr__(self, "nic", node * self.nics + index * shared // sizes[node])
+        object.__setattr__(self, "nic", first[node] + index * used[node] // sizes[node])
         object.__setattr__(self, "nics_a_rank", np.maximum(self.nics / sizes[node], 1.0))
 
     @property
@@ -229,8 +216,9 @@ def load(name: str | Path) -> Topology:
     path = Path(name)
     if path.suffix != ".toml" and path.name == str(name):
         if str(name) not in presets():
+            known = ", ".join(presets())
             raise TopologyError(
-                f"topology: expected a TOML file or one of {', '.join(presets())}, got {name}"
+                f"topology: expected a TOML file or one of {known}, got {str(name)!r}"
             )
         path = FOLDER / f"{name}.toml"
     content = _read(path)
@@ -239,19 +227,25 @@ def load(name: str | Path) -> Topology:
     file = _File(path, content)
     numbers = file.numbers(with_codec, (*WORDS, *OPTIONAL))
     if isinstance(codec, str):
-        other = _File(path.parent / codec, _read(path.parent / codec))
+        try:
+            other = _File(path.parent / codec, _read(path.parent / codec))
+        except TopologyError as error:
+            raise TopologyError(f"{path}: codec: {error}") from error
         numbers = {**numbers, **other.numbers(CODEC_SCHEMA, ())}
     return _topology(file, numbers)
 
 
 def _read(path: Path) -> dict[str, Any]:
+    name = str(path) if str(path).isprintable() else repr(str(path))
     try:
-        with path.open("rb") as file:
-            return tomllib.load(file)
-    except OSError as error:
-        raise TopologyError(f"{path}: expected a topology, got none ({error.strerror})") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise TopologyError(f"{path}: expected TOML, got a mistake: {error}") from error
+        content = path.read_bytes()
+    except (OSError, ValueError) as error:  # ValueError: no name that a file can have
+        reason = getattr(error, "strerror", None) or error
+        raise TopologyError(f"{name}: expected a topology, got none ({reason})") from error
+    try:
+        return tomllib.loads(content.decode())
+    except (ValueError, RecursionError) as error:  # also numbers of too many digits
+        raise TopologyError(f"{name}: expected TOML, got a mistake: {error}") from error
 
 
 @dataclasses.dataclass(frozen=True)

@@ -114,7 +114,7 @@ CODEC = 'codec = "codec/h200.toml"'
 MISTAKES = [
     ('"400 Gbit/s"', '"400 Gb/s"', "network.bandwidth.value: expected a bandwidth in"),
     ('"10 us"', '"10 minutes"', "network.latency.value: expected a time in ns"),
-    ("value = 0.96", "value = 96", "network.reached.value: expected a number above 0"),
+    ("value = 0.96", "value = 96", "network.reached.value: expected a number in 1e-06..2"),
     ("value = 8,", "value = 8.5,", "node.ranks.value: expected a whole"),
     ("[memory]", "[memori]", "memori.bandwidth: expected a known key, such as memory.bandwidth"),
     ("latency = ", "latencies = ", "local.latencies: expected a known key, such as local.latency"),
@@ -149,6 +149,15 @@ def test_a_number_without_a_source_is_refused(edited):
 @pytest.mark.parametrize(
     ("options", "text"),
     [
+        (["--topology", "a\0b"], "got 'a\\x00b'"),
+        (["--topology", "a\0b.toml"], "'a\\x00b.toml': expected a topology, got none"),
+        (["--topology", PRESET, "--skew", "40"], "skew: expected a number in 0..10 or"),
+        (["--topology", PRESET, "--skew", "1e308"], "skew: expected a number in 0..10 or"),
+        (["--topology", PRESET, "--experts", 262137],
+         "experts: expected at most 32767 a rank (8 ranks), got 262137"),
+        (["--topology", "gb200-nvl72", "--experts", 262145, "--skew", 1],
+         "experts: expected at most 262144 with a skew or node-limit"),
+        (["--topology", PRESET, "--tokens", 10**30], "tokens: expected at most 2147483647"),
         (["--topology", "nope"], "topology: expected a TOML file or one of cpu-10g"),
         (["--topology", "nope.toml"], "nope.toml: expected a topology, got none"),
         (["--topology", "cpu-1g", "--nodes", 2049], "nodes: expected 1..2048 (topology cpu-1g)"),
@@ -172,13 +181,55 @@ def test_plan_refuses(options, text):
     assert text in result.output
 
 
-def test_ranks_that_stand_otherwise_than_the_file_says():
+def test_a_list_of_ranks_names_all_nodes():
     found = dataclasses.replace(topology.load(PRESET), ranks=(4, 2), most_nodes=2)
-    found.check_ranks([4, 2])
-    for sizes in ([2, 4], [4, 2, 2], [3]):
-        with pytest.raises(TopologyError, match=r"ranks: expected at most 2 nodes of 4, 2 ranks"):
-            found.check_ranks(sizes)
     assert found.places().sizes.tolist() == [4, 2]
+
+
+EXTREMES = [
+    ("nics = { value = 8", f"nics = {{ value = {9 * 10**18}", "node.nics.value: expected a whole"),
+    ("nics = { value = 8", "nics = { value = 1000000", "node.nics.value: expected a whole number"),
+    (
+        "ranks = { value = 8",
+        f"ranks = {{ value = {2**63 - 1}",
+        "node.ranks.value: expected a whole",
+    ),
+    (
+        "value = 8,",
+        f"value = [8, {2**63 - 1}],",
+        "node.ranks.value: expected a whole number in 1..",
+    ),
+    ("value = 8,", f"value = {'9' * 5000},", "expected TOML, got a mistake: Exceeds the limit"),
+    ("value = 8,", f"value = {'[' * 5000}{']' * 5000},", "expected TOML, got a mistake: maximum"),
+    (
+        "most = { value = 2048",
+        f"most = {{ value = {2**63 - 1}",
+        "node.most.value: expected a whole",
+    ),
+    ('"400 Gbit/s"', '"1e-320 Gbit/s"', "network.bandwidth.value: expected a bandwidth in"),
+    ('"400 Gbit/s"', '"1e300 Gbit/s"', "network.bandwidth.value: expected a bandwidth in"),
+    ("value = 0.96", "value = 5e-324", "network.reached.value: expected a number in"),
+    ('"10 us"', '"1e300 us"', "network.latency.value: expected a time in"),
+    (CODEC, 'codec = "a\\u0000b.toml"', "edited.toml: codec: '"),
+    (CODEC, 'codec = "."', "codec: "),
+]
+
+
+@pytest.mark.parametrize(("old", "new", "text"), EXTREMES, ids=lambda text: text[:30])
+@pytest.mark.filterwarnings("error")
+def test_numbers_and_names_that_cannot_be_are_refused(edited, old, new, text):
+    result = run("plan", "--topology", edited(old, new, 1), "--nodes", 2)
+    assert result.exit_code == 2, result.output
+    assert text in result.output
+    assert "edited.toml: " in result.output
+    assert result.output.count("\n") == 1
+
+
+@pytest.mark.filterwarnings("error")
+def test_the_most_nics_cost_no_more_than_one_for_each_rank(edited):
+    most = edited("nics = { value = 8", f"nics = {{ value = {topology.MOST_RANKS}")
+    places = topology.load(most).places(2048)
+    assert places.nic.tolist() == list(range(topology.MOST_RANKS))
 
 
 def test_ranks_share_nics_in_order():
@@ -211,6 +262,20 @@ def test_a_skewed_spread_is_that_of_the_benchmark():
     got = spread.synthetic(work, places, None)
     np.testing.assert_allclose(got.rank_rows, want.rank_rows, atol=0.015)
     np.testing.assert_allclose(got.slots, want.slots, atol=0.03)
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("node_limit", [None, 2])
+def test_the_greatest_skew_of_many_experts_sends_all_tokens_to_the_same(node_limit):
+    places, work = Places(np.full(4, 4), 4), Synthetic(16, 1, 32, 16384, 4, 10.0, seed=1)
+    got = spread.synthetic(work, places, node_limit)
+    popular = np.argsort(-zipf_popularity(16384, 10.0, 1))[:4]
+    if node_limit is None:
+        want = spread.of_experts(popular[None], Placement(16384, 16), places, "")
+        np.testing.assert_allclose(got.slots, want.slots, atol=0.15)
+    assert got.slots[Placement(16384, 16).owners[popular[0]]] >= 1
+    assert got.slots.sum() == pytest.approx(4)
+    assert got.node_rows.sum() <= (node_limit or 4)
 
 
 def test_a_token_is_on_no_more_nodes_than_it_may():
@@ -426,6 +491,11 @@ def test_plan_takes_real_routing(tmp_path):
     np.save(file, np.ones((3, 2)))
     result = run("plan", "--topology", "cpu-1g", "--routing", file)
     assert "expected topk_idx of integers [T, K], got float64 [3, 2]" in result.output
+    for expert, dtype in ((40000, "i8"), (2**40, "i8"), (2**64 - 1, "u8")):
+        np.save(file, np.array([[0, expert]], dtype))
+        result = run("plan", "--topology", "cpu-1g", "--routing", file, "--ranks-per-node", 1)
+        assert result.exit_code == 2
+        assert f"got {expert + (expert == 40000)}\n" in result.output
     result = run("plan", "--topology", "cpu-1g", "--routing", data, "--skew", "1")
     assert "skew: expected none with this routing, got 1" in result.output
 

@@ -27,7 +27,7 @@ from fp4comm.dispatched import Dispatched
 from fp4comm.formats import FORMATS, WireFormat, fp8_row_bytes
 from fp4comm.hops import find_nodes
 from fp4comm.precision import Precision
-from fp4comm.quantities import MOST_SHARE
+from fp4comm.quantities import SHARES
 from fp4comm.topology import KERNELS
 from fp4comm.transport import Transport
 
@@ -323,7 +323,7 @@ class _Kernels:
             call_us, gbs = line(*samples)
             calls.setdefault(name, []).append(call_us)
             if name in KERNELS:
-                shares.setdefault(name, {})[wire] = min(gbs / copy_gbs, MOST_SHARE)
+                shares.setdefault(name, {})[wire] = min(max(gbs / copy_gbs, SHARES[0]), SHARES[1])
             else:  # not bytes but slots: us for each
                 calls.setdefault(f"{name}_slot", []).append(1 / (gbs * 1e3))
         median = {name: statistics.median(us) for name, us in calls.items()}

@@ -108,11 +108,6 @@ def speedup(base_us: float, time_us: float) -> float:
     return base_us / time_us
 
 
-def time_saved(base_us: float, time_us: float) -> float:
-    """Share of the base time that is saved: 8 ms against 2 ms saves 0.75."""
-    return 1 - time_us / base_us
-
-
 def row_bytes(wire: WireFormat, hidden: int, num_topk: int = 0) -> int:
     """Bytes of a wire row with the route of num_topk slots: 3808 + 48 for mxfp4, 7168, top-8."""
     return wire.row_bytes(hidden) + num_topk * route_slot_bytes(weights=True)

@@ -18,6 +18,7 @@ from fp4comm import check
 from fp4comm.routing import Placement
 
 BALANCED = "balanced"  # a skew that is no number
+MOST_SKEW = 10.0  # all but certainly every token then has the same experts
 RECORDED_DTYPES = {
     "x": (torch.bfloat16,),
     "topk_idx": (torch.int16, torch.int32, torch.int64),
@@ -85,9 +86,10 @@ class Synthetic:
         """Check the numbers."""
         check.hidden(self.hidden)
         check.positive_int("experts", self.num_experts)
+        check.local_experts("experts", self.num_experts, self.num_ranks)
         check.positive_int("topk", self.num_topk)
-        if self.tokens < 0:
-            raise ValueError(f"tokens: expected at least 0, got {self.tokens}")
+        if not 0 <= self.tokens <= check.MAX_INT32:
+            raise ValueError(f"tokens: expected 0..{check.MAX_INT32}, got {self.tokens}")
         if self.seed < 0:
             raise ValueError(f"seed: expected at least 0, got {self.seed}")
         if self.num_topk > self.num_experts:
@@ -133,8 +135,9 @@ def _check_skew(skew: float | str) -> None:
         number = 0.0 if skew == BALANCED else float(skew)
     except ValueError:
         number = -1.0
-    if not 0 <= number < float("inf"):
-        raise ValueError(f'skew: expected a number of at least 0 or "{BALANCED}", got {skew!r}')
+    if not 0 <= number <= MOST_SKEW:
+        expected = f'a number in 0..{MOST_SKEW:g} or "{BALANCED}"'
+        raise ValueError(f"skew: expected {expected}, got {skew!r}")
 
 
 def zipf_popularity(num_experts: int, skew: float, seed: int) -> np.ndarray:
@@ -201,6 +204,7 @@ class Recorded:
         self.hidden = check.hidden(self._x.shape[1])
         self.num_topk = self._idx.shape[1]
         self.num_experts = int(self._idx.max()) + 1 if num_experts is None else num_experts
+        check.local_experts("experts", self.num_experts, num_ranks)
         check.expert_range(check.topk_idx(idx, len(idx), idx.device), self.num_experts)
         self._offsets = _shares(len(idx), num_ranks, tokens)
         self.num_tokens = np.diff(self._offsets).tolist()

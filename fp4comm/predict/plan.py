@@ -153,4 +153,5 @@ def _spread_of(options: dict[str, Any], places: Places) -> tuple[Spread, int]:
         if got not in (default, found):
             raise ValueError(f"{name}: expected {found} with this routing, got {got}")
     num_experts = int(topk_idx.max()) + 1 if num_experts is None else num_experts
+    check.local_experts("experts", num_experts, places.num_ranks)
     return spread.recorded(topk_idx, num_experts, places, file.name), topk_idx.shape[1]

@@ -13,12 +13,15 @@ from typing import Any
 
 import numpy as np
 
+from fp4comm import check
 from fp4comm.bench.workload import BALANCED, Synthetic, balanced_experts, zipf_popularity
 from fp4comm.routing import NO_EXPERT, Placement
 from fp4comm.topology import Places
 
 SAMPLE_TOKENS = 1024, 16384  # least and most
 SAMPLE_KEYS = 1 << 25  # tokens times experts that are drawn
+LEAST_NOISE = np.finfo(np.float32).tiny  # where 0 is drawn
+MOST_EXPERTS = 1 << 18  # that are drawn from
 CHUNK_KEYS = 1 << 22  # of them at a time
 
 
@@ -67,6 +70,14 @@ def synthetic(workload: Synthetic, places: Places, node_limit: int | None) -> Sp
     placement = Placement(workload.num_experts, places.num_ranks)
     if node_limit is not None and node_limit >= places.num_nodes:
         node_limit = None
+    is_uniform = node_limit is None and workload.skew != BALANCED and float(workload.skew) == 0
+    if is_uniform:
+        return uniform(workload.num_topk, placement, places)
+    if workload.num_experts > MOST_EXPERTS:
+        raise ValueError(
+            f"experts: expected at most {MOST_EXPERTS} with a skew or node-limit, by which they are"
+            f" drawn, got {workload.num_experts}"
+        )
     if workload.skew == BALANCED and node_limit is not None:
         raise ValueError(f"node-limit: expected none with skew {BALANCED}, got {node_limit}")
     if workload.skew == BALANCED:
@@ -74,8 +85,6 @@ def synthetic(workload: Synthetic, places: Places, node_limit: int | None) -> Sp
         idx = balanced_experts(tokens, workload.num_topk, placement, 0)
         return of_experts(idx, placement, places, f"balanced ({tokens} tokens)")
     skew = float(workload.skew)
-    if node_limit is None and skew == 0:
-        return uniform(workload.num_topk, placement, places)
     popularity = zipf_popularity(workload.num_experts, skew, workload.seed)
     least, most = SAMPLE_TOKENS
     tokens = min(max(least, SAMPLE_KEYS // workload.num_experts), most)
@@ -159,13 +168,15 @@ def _draw(
 
     An expert's score is exponential noise over its popularity; the K smallest are a draw without
     replacement in proportion to popularity, as `fp4comm.bench.workload.distinct_experts` draws.
+    Logarithms of scores are compared: with many experts float32 does not hold the scores.
     """
     generator = np.random.default_rng((workload.seed, workload.num_experts, workload.num_topk))
     rows = max(1, CHUNK_KEYS // workload.num_experts)
-    scale = (1 / popularity).astype(np.float32)
+    log_popularity = np.log(popularity).astype(np.float32)
     for first in range(0, num_tokens, rows):
         shape = min(rows, num_tokens - first), workload.num_experts
-        scores = generator.standard_exponential(shape, np.float32) * scale
+        noise = np.maximum(generator.standard_exponential(shape, np.float32), LEAST_NOISE)
+        scores = np.log(noise) - log_popularity
         if node_limit is not None:
             _leave_nodes(scores, node_experts, workload.num_topk, node_limit)
         yield np.argpartition(scores, workload.num_topk - 1, axis=1)[:, : workload.num_topk]
@@ -174,10 +185,11 @@ def _draw(
 def _leave_nodes(
     scores: np.ndarray, node_experts: np.ndarray, num_topk: int, node_limit: int
 ) -> None:
-    """Put experts of all nodes but the best ones out of reach.
+    """Put experts of all nodes but the best ones out of reach; scores are logarithms.
 
     A node's affinity is the sum of those of its best num_topk / node_limit experts, an expert's is
-    1 / (1 + score * E), between 0 and 1 as DeepSeek-V3's sigmoid.
+    1 / (1 + score * E), between 0 and 1 as DeepSeek-V3's sigmoid: by its logarithm, the sigmoid of
+    -log(score * E).
     """
     num_experts = scores.shape[1]
     held = np.diff(node_experts)
@@ -204,7 +216,7 @@ def _leave_nodes(
 def _best_sum(scores: np.ndarray, best: int, num_experts: int) -> np.ndarray:
     if scores.shape[1] > best:
         scores = np.partition(scores, best - 1, axis=1)[:, :best]
-    return (1 / (1 + scores * np.float32(num_experts))).sum(axis=1)
+    return (1 / (1 + np.exp(scores.astype(np.float64)) * num_experts)).sum(axis=1)
 
 
 # Recorded routing
@@ -226,6 +238,10 @@ def read_routing(file: Path) -> np.ndarray:
         raise ValueError(
             f"routing: {file}: expected topk_idx of integers [T, K], got {found.dtype}"
             f" {list(found.shape)}"
+        )
+    if int(found.max()) > check.MAX_INT32:
+        raise ValueError(
+            f"routing: {file}: expected values in -1..{check.MAX_INT32}, got {found.max()}"
         )
     return found.astype(np.int64)
 
