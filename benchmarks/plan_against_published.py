@@ -170,7 +170,7 @@ def tables() -> str:
         "",
         *table(
             [
-                *("copies", "EP", "published", "flat", "error", "two-hop", "error"),
+                *("copies", "EP", "published", "flat", "error", "two_hop", "error"),
                 *("local GB/s", "network GB/s"),
             ],
             list(flow_rows()),

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import math
 import os
 import platform
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn, TypeVar
 
 import click
 import torch
@@ -24,10 +25,12 @@ from fp4comm.bench.calibrate import Calibration, calibrate
 from fp4comm.bench.report import Environment, Place
 from fp4comm.bench.rows import Report
 from fp4comm.bench.run import DEVICES, Settings, measure
-from fp4comm.bench.workload import Recorded, Synthetic, Workload
+from fp4comm.bench.wires import separated, wires_of
+from fp4comm.bench.workload import MOST_SKEW, Recorded, Synthetic, Workload
 from fp4comm.formats import FORMATS
 from fp4comm.predict import plan as predicting
 from fp4comm.predict import report as predict_report
+from fp4comm.predict.loads import ROUTES
 from fp4comm.report import page as report_page
 from fp4comm.report.results import ReportError
 from fp4comm.transport import Transport
@@ -39,6 +42,7 @@ TABLE_COLUMNS = 110
 PLAN_COLUMNS = 160
 
 Option = Callable[[Callable[..., Any]], Callable[..., Any]]
+Result = TypeVar("Result")
 
 
 class UserError(click.ClickException):
@@ -58,9 +62,14 @@ class UserError(click.ClickException):
 
 
 def main() -> None:
-    """Run the command line: errors are one line, on one rank."""
+    """Run the command line."""
+    run_command(cli)
+
+
+def run_command(command: click.Command) -> NoReturn:
+    """Run a command and exit: errors are one line, on one rank."""
     try:
-        code = cli(standalone_mode=False)
+        code = command(standalone_mode=False)
     except UserError as error:
         error.show()
         code = error.exit_code
@@ -77,6 +86,17 @@ def main() -> None:
 @click.version_option(__version__, prog_name="fp4comm")
 def cli() -> None:
     """Quantized all-to-all for Mixture-of-Experts models."""
+
+
+class Finite(click.FloatRange):
+    """A number in a range, and none of ``inf`` and ``nan``, which compare as if they were in it."""
+
+    def convert(self, value: Any, parameter: Any, context: Any) -> float:
+        """Refuse them."""
+        number = super().convert(value, parameter, context)
+        if not math.isfinite(number):
+            self.fail(f"expected a finite number, got {value}", parameter, context)
+        return number
 
 
 def _writable(context: click.Context, parameter: click.Parameter, value: Path | None) -> Any:
@@ -104,9 +124,21 @@ json_option = click.option(
     "--json", "json_file", help="Also write everything to this file.", **OUTPUT
 )
 
+
+def together(*options: Option) -> Option:
+    """Make one of several, which the help shows in this order."""
+
+    def add(command: Callable[..., Any]) -> Callable[..., Any]:
+        for option in reversed(options):
+            command = option(command)
+        return command
+
+    return add
+
+
 CALIBRATE_OPTIONS = ("topology_file", "transport_name", "device", "ranks", "timeout_s")
 RUN_SETTINGS = ("warmup", "iterations", "timeout_s", "device")
-RUN_OPTIONS: tuple[Option, ...] = (
+run_options = together(  # of all that runs on ranks
     click.option(
         "--transport",
         "transport_name",
@@ -126,6 +158,19 @@ RUN_OPTIONS: tuple[Option, ...] = (
     click.option("--timeout-s", type=float, default=300.0, show_default=True, help="For a peer."),
     json_option,
 )
+wire_options = together(  # of bench and plan
+    click.option(
+        "--wire",
+        multiple=True,
+        help="Wire formats of dispatch; repeat or separate by commas."
+        f"  [default: {','.join(FORMATS)}]",
+    ),
+    click.option("--combine", default="bf16", show_default=True, help="Its wire format, or same."),
+    click.option("--arrive", default="fp8", show_default=True, help="fp8, bf16 or packed."),
+    click.option(
+        "--alignment", type=int, default=128, show_default=True, help="Of expert segments."
+    ),
+)
 
 
 def data_option(text: str) -> Option:
@@ -135,21 +180,13 @@ def data_option(text: str) -> Option:
     )
 
 
-def run_options(warmup: int, iterations: int) -> Option:
-    """Add what bench and demo have in common."""
-
-    def add(command: Callable[..., Any]) -> Callable[..., Any]:
-        for option in reversed(RUN_OPTIONS):
-            command = option(command)
-        for name, default, text in (
-            ("--iterations", iterations, "Timed calls."),
-            ("--warmup", warmup, "Untimed calls before, at least 1."),
-        ):
-            option = click.option(name, type=int, default=default, show_default=True, help=text)
-            command = option(command)
-        return command
-
-    return add
+def count_options(warmup: int, iterations: int) -> Option:
+    """Add the numbers of calls."""
+    shown: dict[str, Any] = {"type": int, "show_default": True}
+    return together(
+        click.option("--warmup", default=warmup, help="Untimed calls before, at least 1.", **shown),
+        click.option("--iterations", default=iterations, help="Timed calls.", **shown),
+    )
 
 
 @cli.command()
@@ -168,25 +205,19 @@ def info(json_file: Path | None) -> None:
 @click.option("--hidden", type=int, help="Elements of a token.  [default: 2048]")
 @click.option("--experts", type=int, help="On all ranks together.  [default: 64]")
 @click.option("--topk", type=int, help="Experts of a token.  [default: 8]")
-@click.option(
-    "--wire",
-    multiple=True,
-    help=f"Wire formats of dispatch; repeat or separate by commas.  [default: {','.join(FORMATS)}]",
-)
-@click.option("--combine", default="bf16", show_default=True, help="Its wire format, or same.")
-@click.option("--arrive", default="fp8", show_default=True, help="fp8, bf16 or packed.")
-@click.option("--alignment", type=int, default=128, show_default=True, help="Of expert segments.")
+@wire_options
 @click.option(
     "--skew",
     default="0",
     show_default=True,
-    help="The n-th most popular expert is drawn in proportion to n^-SKEW; or: balanced.",
+    help="The n-th most popular expert is drawn in proportion to n^-SKEW, 0 to"
+    f" {MOST_SKEW:g}; or: balanced.",
 )
 @click.option("--seed", type=int, default=0, show_default=True)
 @data_option("Take x, topk_idx and topk_weights from a safetensors file; repeat for several.")
 @click.option(
     "--link-gbs",
-    type=click.FloatRange(min=0, min_open=True),
+    type=Finite(min=0, min_open=True),
     help="Peak of the link in 10^9 B/s; marks rows above it.",
 )
 @click.option(
@@ -212,7 +243,8 @@ def info(json_file: Path | None) -> None:
     help="Measure links and kernels instead, and write them here as a topology for plan.",
     **OUTPUT,
 )
-@run_options(warmup=5, iterations=20)
+@count_options(warmup=5, iterations=20)
+@run_options
 @click.pass_context
 def bench(context: click.Context, **options: Any) -> None:
     """Measure dispatch and combine, and check the rows.
@@ -225,11 +257,9 @@ def bench(context: click.Context, **options: Any) -> None:
     own = "combine", "arrive", "alignment", "check_all", "plain", "ranks_per_node"
 
     def settings() -> Settings:
-        wires = [wire for text in options["wire"] for wire in text.split(",")]
-        routes = [route for text in options["route"] for route in text.split(",")]
         given = {name: options[name] for name in (*own, *RUN_SETTINGS)}
-        given["routes"] = tuple(dict.fromkeys(routes or ["flat"]))
-        return Settings(tuple(dict.fromkeys(wires or FORMATS)), **given)
+        routes = separated(options["route"]) or ("flat",)
+        return Settings(wires_of(options["wire"]), routes=routes, **given)
 
     def show(environment: Environment, report: Report) -> None:
         lines = bench_report.header_lines(environment, report, settings())
@@ -242,10 +272,7 @@ def bench(context: click.Context, **options: Any) -> None:
 def _calibrate(context: click.Context) -> None:
     """Measure links and kernels on all ranks, and write the topology on one."""
     options = context.params
-    for option in context.command.params:
-        given = context.get_parameter_source(str(option.name)) is ParameterSource.COMMANDLINE
-        if given and option.name not in CALIBRATE_OPTIONS:
-            raise click.UsageError(f"calibrate: expected without {option.opts[0]}")
+    expect_without_others("calibrate", context, CALIBRATE_OPTIONS)
 
     def on_rank(group: Transport) -> tuple[Environment, Calibration]:
         environment = _environment(context, group)
@@ -253,17 +280,7 @@ def _calibrate(context: click.Context) -> None:
         device, timeout_s = options["device"], options["timeout_s"]
         return environment, calibrate(group, device, timeout_s, progress)
 
-    try:
-        (environment, found), prints = launch.run(
-            options["transport_name"],
-            options["ranks"],
-            BENCH_RANKS,
-            options["timeout_s"],
-            on_rank,
-            options["device"],
-        )
-    except launch.LaunchedRankError as error:
-        raise UserError(str(error), error.is_reporter) from error
+    (environment, found), prints = run_on_ranks(options, BENCH_RANKS, on_rank)
     if prints:
         file, machine_ = options["topology_file"], environment.machine
         devices = machine_["cuda_devices"] if options["device"] == "cuda" else [machine_["cpu"]]
@@ -296,7 +313,8 @@ def _bench_inputs(options: dict[str, Any], num_ranks: int) -> Workload:
 
 @cli.command()
 @data_option("Other recorded activations than those of the checkout; repeat for several.")
-@run_options(warmup=2, iterations=10)
+@count_options(warmup=2, iterations=10)
+@run_options
 @click.pass_context
 def demo(context: click.Context, **options: Any) -> None:
     """Send real MoE activations in each wire format and compare: a preset of bench."""
@@ -339,20 +357,13 @@ def _demo_inputs(options: dict[str, Any], num_ranks: int) -> Workload:
 @click.option("--hidden", type=int, default=7168, show_default=True, help="Elements of a token.")
 @click.option("--experts", type=int, help="Of all ranks.  [default: 256, or as --routing has]")
 @click.option("--topk", type=int, help="Experts of a token.  [default: 8, or as --routing has]")
-@click.option(
-    "--wire",
-    multiple=True,
-    help=f"Wire formats of dispatch; repeat or separate by commas.  [default: {','.join(FORMATS)}]",
-)
-@click.option("--combine", default="bf16", show_default=True, help="Its wire format, or same.")
-@click.option("--arrive", default="fp8", show_default=True, help="fp8, bf16 or packed.")
-@click.option("--alignment", type=int, default=128, show_default=True, help="Of expert segments.")
+@wire_options
 @click.option(
     "--route",
-    type=click.Choice(("both", "flat", "two-hop")),
+    type=click.Choice(("both", *ROUTES)),
     default="both",
     show_default=True,
-    help="two-hop: once to each node, there once to each rank.",
+    help="two_hop: once to each node, there once to each rank.",
 )
 @click.option("--skew", default="0", show_default=True, help="As bench takes it.")
 @click.option(
@@ -421,6 +432,37 @@ def report(files: tuple[Path, ...], **outputs: Path | None) -> None:
         bench_report.write_json(content, report_page.as_json(made))
 
 
+def given_options(context: click.Context) -> Iterator[click.Parameter]:
+    """Those that stand on the command line."""
+    for option in context.command.params:
+        if context.get_parameter_source(str(option.name)) is ParameterSource.COMMANDLINE:
+            yield option
+
+
+def expect_without_others(name: str, context: click.Context, allowed: Sequence[str]) -> None:
+    """Refuse options that would do nothing beside the one named."""
+    for option in given_options(context):
+        if option.name not in allowed:
+            raise click.UsageError(f"{name}: expected without {option.opts[0]}")
+
+
+def run_on_ranks(
+    options: dict[str, Any], default_ranks: int, on_rank: Callable[[Transport], Result]
+) -> tuple[Result, bool]:
+    """Run on the ranks that the options ask for; return the result, and whether this one prints."""
+    try:
+        return launch.run(
+            options["transport_name"],
+            options["ranks"],
+            default_ranks,
+            options["timeout_s"],
+            on_rank,
+            options["device"],
+        )
+    except launch.LaunchedRankError as error:
+        raise UserError(str(error), error.is_reporter) from error
+
+
 def _run(
     context: click.Context,
     default_ranks: int,
@@ -436,17 +478,7 @@ def _run(
         report = measure(group, inputs, settings, _progress if group.rank == 0 else _no_progress)
         return _environment(context, group), report
 
-    try:
-        (environment, report), prints = launch.run(
-            options["transport_name"],
-            options["ranks"],
-            default_ranks,
-            options["timeout_s"],
-            on_rank,
-            options["device"],
-        )
-    except launch.LaunchedRankError as error:
-        raise UserError(str(error), error.is_reporter) from error
+    (environment, report), prints = run_on_ranks(options, default_ranks, on_rank)
     if prints:
         show(environment, report)
         if options["json_file"] is not None:
@@ -470,9 +502,7 @@ def _environment(context: click.Context, group: Transport) -> Environment:
         num_ranks=group.num_ranks,
         transport=f"{group.name} ({_library(group.name, options['device'])})",
         places=[Place(*place) for place in places],
-        machine=machine.machine(),
-        versions=machine.versions(),
-        git=machine.git(),
+        **machine.about(),
     )
 
 
@@ -495,11 +525,10 @@ def _gpu() -> str:
 def _command(context: click.Context) -> str:
     """Write the command with the options that were given."""
     words = [str(context.info_name)]
-    for option in context.command.params:
+    for option in given_options(context):
         value = context.params.get(str(option.name))
-        if context.get_parameter_source(str(option.name)) is ParameterSource.COMMANDLINE:
-            values = value if isinstance(value, tuple) else (value,)
-            words += [f"{option.opts[0]} {v}" if v is not True else option.opts[0] for v in values]
+        values = value if isinstance(value, tuple) else (value,)
+        words += [f"{option.opts[0]} {v}" if v is not True else option.opts[0] for v in values]
     return " ".join(words)
 
 

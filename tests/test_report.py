@@ -248,7 +248,7 @@ def test_nodes_of_the_two_hop_route_are_virtual_on_one_host(tmp_path):
     passed("bench", *sizes, *nodes, "--warmup", 1, "--iterations", 1, "--json", file)
     told = passed("report", file, "--html", tmp_path / "o.html")
     assert "4 ranks on 2 nodes" in told
-    assert "dispatch mxfp4, two-hop: " in told
+    assert "dispatch mxfp4, two_hop: " in told
     assert "2 virtual nodes of one host" in told
     assert "the two-hop route was not measured" not in told
     between = {str(row["between_bytes"]) for row in json.loads(file.read_text())["rows"]}

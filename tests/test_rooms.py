@@ -25,7 +25,7 @@ ALLOWED = {
     "texts": set(),
     "quantities": set(),
     "topology": {"formats", "quantities"},
-    "predict": {"all_to_all", "bench", "check", "formats", "predict", "routing", "topology"},
+    "predict": {"agreement", "bench", "check", "formats", "predict", "routing", "topology"},
     "report": {"_version", "bench", "formats", "predict", "report", "topology"},
     "cuda_kernels": {"gpu"},
     "routing": {"check", "cuda_kernels", "formats", "routing"},

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from fp4comm import check, hops
-from fp4comm.all_to_all import ARRIVALS, AllToAll
+from fp4comm.all_to_all import AllToAll
 from fp4comm.bench.check import SAMPLE_ELEMENTS, Checked, Checker, expert_outputs
 from fp4comm.bench.clock import Stopwatch, gather
 from fp4comm.bench.plain import Plain
@@ -34,6 +34,7 @@ from fp4comm.bench.rows import (
     timing,
     traffic,
 )
+from fp4comm.bench.wires import Wires
 from fp4comm.bench.workload import Workload
 from fp4comm.dispatched import Dispatched
 from fp4comm.formats import WireFormat
@@ -47,13 +48,10 @@ WHOLE, BY_PART = "whole", "by part"  # how a call is timed
 
 
 @dataclasses.dataclass(frozen=True)
-class Settings:
+class Settings(Wires):
     """What to measure.
 
     Args:
-        wires: dispatch wire formats.
-        combine: combine wire format, or ``"same"`` as dispatch.
-        arrive: as `AllToAll` takes it.
         alignment: ``expert_alignment``.
         warmup: untimed calls first, at least 1: the first one compiles.
         iterations: timed calls.
@@ -65,9 +63,6 @@ class Settings:
         ranks_per_node: likewise; for the bytes across nodes too.
     """
 
-    wires: tuple[str, ...]
-    combine: str = "bf16"
-    arrive: str = "fp8"
     alignment: int = 128
     warmup: int = 5
     iterations: int = 20
@@ -80,23 +75,14 @@ class Settings:
 
     def __post_init__(self) -> None:
         """Check the arguments."""
-        if not self.wires:
-            raise ValueError("wire: expected at least one wire format, got none")
-        for wire in self.wires:
-            WireFormat.of(wire)
-            self.combine_of(wire)
+        super().__post_init__()
         if not self.routes:
             raise ValueError("route: expected at least one route, got none")
         for route in self.routes:
             check.one_of("route", route, hops.ROUTES)
-        check.one_of("arrive", self.arrive, ARRIVALS)
         check.positive_int("alignment", self.alignment)
         check.one_of("device", self.device, DEVICES)
         check_counts(self.warmup, self.iterations)
-
-    def combine_of(self, wire: str) -> WireFormat:
-        """Combine wire format that goes with a dispatch wire format."""
-        return WireFormat.of(wire if self.combine == "same" else self.combine)
 
 
 def measure(

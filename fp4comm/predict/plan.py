@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from fp4comm import check
-from fp4comm.all_to_all import ARRIVALS
 from fp4comm.bench.rows import speedup
+from fp4comm.bench.wires import Wires, wires_of
 from fp4comm.bench.workload import Synthetic
-from fp4comm.formats import FORMATS, WireFormat
+from fp4comm.formats import WireFormat
 from fp4comm.predict import spread, times
 from fp4comm.predict.loads import ROUTES
 from fp4comm.predict.spread import Spread
@@ -25,31 +25,14 @@ MOST_TOKENS = 1 << 20  # that are looked at for where FP4 begins to pay
 
 
 @dataclasses.dataclass(frozen=True)
-class Settings:
+class Settings(Wires):
     """What to predict.
 
     Args:
-        wires: dispatch wire formats.
-        combine: combine wire format, or ``"same"`` as dispatch.
-        arrive: as `AllToAll` takes it.
         routes: ``"flat"``, ``"two_hop"``.
     """
 
-    wires: tuple[str, ...]
-    combine: str = "bf16"
-    arrive: str = "fp8"
     routes: tuple[str, ...] = ROUTES
-
-    def __post_init__(self) -> None:
-        """Check the arguments."""
-        for wire in self.wires:
-            WireFormat.of(wire)
-        self.combine_of("bf16")
-        check.one_of("arrive", self.arrive, ARRIVALS)
-
-    def combine_of(self, wire: str) -> WireFormat:
-        """Combine wire format that goes with a dispatch wire format."""
-        return WireFormat.of(wire if self.combine == "same" else self.combine)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -123,10 +106,10 @@ def plan_of(options: dict[str, Any]) -> Plan:
     """
     topology = load(options["topology_name"])
     places = topology.places(options["nodes"], options["ranks_per_node"])
-    wires = [wire for text in options["wire"] for wire in text.split(",")]
-    routes = ROUTES if options["route"] == "both" else (options["route"].replace("-", "_"),)
-    names = tuple(dict.fromkeys(wires or FORMATS))
-    settings = Settings(names, options["combine"], options["arrive"], routes)
+    routes = ROUTES if options["route"] == "both" else (options["route"],)
+    wires = wires_of(options["wire"])
+    settings = Settings(wires, options["combine"], options["arrive"], routes)
+    check.positive_int("tokens", options["tokens"])
     found, num_topk = _spread_of(options, places)
     alignment = check.positive_int("alignment", options["alignment"])
     shape = Shape(options["tokens"], check.hidden(options["hidden"]), num_topk, alignment)

@@ -48,7 +48,7 @@ def table(rows: Sequence[Prediction]) -> Table:
         shown.add_row(
             row.op,
             row.format,
-            row.route.replace("_", "-"),
+            row.route,
             _time(row.us),
             *(_time(row.parts_us[part]) if part in row.parts_us else "-" for part in parts),
             f"{row.net_bytes / 1e6:.1f}",
@@ -95,7 +95,7 @@ def _route_lines(plan: Plan) -> Iterator[str]:
         }
         fast, slow = sorted(us, key=lambda route: us[route])
         yield (
-            f"{wire}: {fast.replace('_', '-')} is the faster route,"
+            f"{wire}: {fast} is the faster route,"
             f" {speedup(us[slow], us[fast]):.2f} times over dispatch and combine."
         )
 

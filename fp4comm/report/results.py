@@ -56,7 +56,7 @@ class Row:
         """What tells the row from others of its result: a predicted combine is that of any."""
         is_of_one = self.op == "combine" and self.p90_us is not None
         of = f" of {self.dispatch}" if is_of_one else ""
-        route = "" if self.route == "flat" else f", {self.route.replace('_', '-')}"
+        route = "" if self.route == "flat" else f", {self.route}"
         return f"{self.op} {self.format}{of}{route}"
 
 
