@@ -50,6 +50,11 @@ class Run:
     validation: list[tuple[int, float]]
 
     @property
+    def name(self) -> str:
+        """What tells it from others of its setup."""
+        return f"{self.policy}, cache {self.cache}, {_ranks(self.ranks)}, seed {self.seed}"
+
+    @property
     def final_loss(self) -> float:
         """On the held-out text, after the last step."""
         return self.validation[-1][1]
@@ -81,7 +86,7 @@ def read(files: Sequence[Path]) -> Results:
     """Read result files and put them together.
 
     Raises:
-        ValueError: a file is none of train_moe's, or the setups differ.
+        ValueError: a file is none of train_moe's, the setups differ, or a run is there twice.
     """
     parts = [_read_one(file) for file in files]
     for file, part in zip(files, parts, strict=True):
@@ -92,7 +97,15 @@ def read(files: Sequence[Path]) -> Results:
                 )
     runs: list[Run] = []
     sittings: list[dict[str, Any]] = []
-    for part in parts:
+    of_run: dict[tuple[str, str, int, int], Path] = {}
+    for file, part in zip(files, parts, strict=True):
+        for run in part.runs:
+            case = run.policy, run.cache, run.ranks, run.seed
+            if case in of_run:
+                raise ValueError(
+                    f"{file}: expected other runs than {of_run[case]} has, got {run.name} again"
+                )
+            of_run[case] = file
         first = len(sittings)
         runs += [dataclasses.replace(run, sitting=first + run.sitting) for run in part.runs]
         sittings += part.sittings

@@ -81,7 +81,7 @@ class Settings:
     device: str
 
     def __post_init__(self) -> None:
-        """Refuse unknown names, and none."""
+        """Refuse unknown names, none, and the same run twice."""
         for name, given, known in (
             ("policies", self.policies, POLICIES),
             ("cache", self.caches, CACHES),
@@ -90,6 +90,15 @@ class Settings:
             if unknown or not given:
                 got = unknown[0] if unknown else "none"
                 raise ValueError(f"{name}: expected some of {', '.join(known)}, got {got}")
+        lists: dict[str, tuple[Any, ...]] = {
+            "policies": self.policies,
+            "cache": self.caches,
+            "seeds": self.seeds,
+        }
+        for name, values in lists.items():
+            for number, value in enumerate(values):
+                if value in values[:number]:
+                    raise ValueError(f"{name}: expected each once, got {value} again")
 
     def check_ranks(self, group: Transport) -> None:
         """Refuse more ranks than there are experts or sequences for, or than a GPU takes."""

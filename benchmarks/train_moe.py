@@ -21,6 +21,7 @@ model, text, batches and steps are the same.  Linux; PyTorch 2.10 or newer (grou
 from __future__ import annotations
 
 import importlib.util
+import io
 import sys
 from pathlib import Path
 from typing import Any
@@ -36,9 +37,16 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from fp4comm import launch
 from fp4comm.bench import report as bench_report
-from fp4comm.bench.run import DEVICES
-from fp4comm.cli import UserError, json_option
-from fp4comm.transport import NAMES, Transport
+from fp4comm.cli import (
+    OUTPUT,
+    Finite,
+    UserError,
+    expect_without_others,
+    run_command,
+    run_on_ranks,
+    run_options,
+)
+from fp4comm.transport import Transport
 
 TABLE_COLUMNS = 130
 FILE = click.Path(dir_okay=False, path_type=Path)
@@ -88,14 +96,7 @@ def train(options: dict[str, Any], json_file: Path | None) -> tuple[Results, boo
         with progress_bar(group.rank == 0) as bar:
             return train_all(group, settings, text, arguments, bar, finished)
 
-    return launch.run(
-        options["transport"],
-        options["ranks"],
-        1,
-        options["timeout_s"],
-        on_rank,
-        options["device"],
-    )
+    return run_on_ranks(options, 1, on_rank)
 
 
 def progress_bar(is_shown: bool) -> Progress:
@@ -120,14 +121,22 @@ def show(results: Results) -> None:
     console.print(moe_report.table(results))
 
 
-def check_picture(file: Path | None) -> None:
-    """Refuse before the training what would fail after it."""
-    if file is None:
-        return
+def check_picture(file: Path) -> None:
+    """Refuse before the training what would fail after it: draw something in this format."""
     if importlib.util.find_spec("matplotlib") is None:
         raise ValueError("picture: needs matplotlib; pip install 'fp4comm[bench]'")
-    if not file.absolute().parent.is_dir():
-        raise ValueError(f"picture: no such folder: {file.absolute().parent}")
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(1, 1))
+    figure.suptitle("loss")
+    known = figure.canvas.get_supported_filetypes()
+    ending = file.suffix[1:].lower()
+    if ending not in known:
+        raise ValueError(f"picture: expected a file that ends in {', '.join(known)}, got {file}")
+    try:
+        figure.savefig(io.BytesIO(), format=ending)
+    except Exception as error:  # a program or package that this format needs
+        raise ValueError(f"picture: cannot be drawn as {ending}: {error}") from error
 
 
 @click.command()
@@ -141,7 +150,7 @@ def check_picture(file: Path | None) -> None:
 )
 @click.option("--seeds", default="0", show_default=True, help="Separated by commas.")
 @click.option("--steps", type=click.IntRange(min=1), help="Of each run.  [default: the preset's]")
-@click.option("--seconds", type=click.FloatRange(min=0.1), help="Of the first run, instead.")
+@click.option("--seconds", type=Finite(min=0.1), help="Of the first run, instead.")
 @click.option(
     "--cache",
     default="plain",
@@ -153,30 +162,25 @@ def check_picture(file: Path | None) -> None:
     type=click.Path(exists=True, file_okay=False, path_type=Path),
     help="Folder of the text.  [default: the standard library's sources]",
 )
-@click.option("--device", type=click.Choice(DEVICES), default="cpu", show_default=True)
-@click.option(
-    "--transport",
-    type=click.Choice(("auto", *NAMES)),
-    default="auto",
-    show_default=True,
-    help="auto: mpi under mpirun (with CUDA: nccl), torch under torchrun, else local.",
-)
-@click.option("--ranks", type=int, help="Of the local transport: threads of this process.")
-@click.option("--timeout-s", type=float, default=300.0, show_default=True, help="For a peer.")
-@click.option("--picture", type=FILE, help="Draw the curves here, with matplotlib.")
-@json_option
+@click.option("--picture", help="Draw the curves here, with matplotlib.", **OUTPUT)
+@run_options
+@click.pass_context
 def main(
-    files: tuple[Path, ...], picture: Path | None, json_file: Path | None, **options: Any
+    context: click.Context,
+    files: tuple[Path, ...],
+    picture: Path | None,
+    json_file: Path | None,
+    **options: Any,
 ) -> None:
     """Train, or show FILES of earlier trainings together."""
     try:
-        check_picture(picture)
+        if picture is not None:
+            check_picture(picture)
         if files:
+            expect_without_others("FILES", context, ("files", "picture", "json_file"))
             results, shows = moe_report.read(files), launch.launched_rank() == 0
         else:
             results, shows = train(options, json_file)
-    except launch.LaunchedRankError as error:
-        raise UserError(str(error), error.is_reporter) from error
     except ValueError as error:
         raise UserError(str(error), launch.launched_rank() == 0) from error
     if shows:
@@ -188,4 +192,4 @@ def main(
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)

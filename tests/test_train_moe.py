@@ -3,8 +3,10 @@
 import dataclasses
 import json
 import math
+import re
 import sys
 
+import click
 import numpy as np
 import pytest
 import ranks
@@ -20,7 +22,6 @@ from moe_report import Results, Run
 from moe_text import Text, check_same_text, windows
 from moe_training import PRESETS, Case, Settings, Training, all_reduce
 
-from fp4comm.cli import UserError
 from fp4comm.transport import run_local
 
 SCRIPT = ranks.ROOT / "benchmarks" / "train_moe.py"
@@ -234,14 +235,17 @@ def written(path, results):
 
 
 def test_files_of_several_sittings_go_together(tmp_path):
-    files = [written(tmp_path / name, sitting()) for name in ("a.json", "b.json")]
+    again = [dataclasses.replace(run, ranks=2) for run in RUNS[:2]]
+    parts = {"a.json": sitting(), "b.json": dataclasses.replace(sitting(), runs=again)}
+    files = [written(tmp_path / name, part) for name, part in parts.items()]
     both = moe_report.read(files)
     assert [run.sitting for run in both.runs] == [0, 0, 1, 1]
     assert len(both.sittings) == 2
     assert both.runs[1].validation == [[10, 4.4], [20, 2.02]]
-    again, mxfp4 = moe_report.compare(both.runs)
+    bf16, mxfp4, again, spread = moe_report.compare(both.runs)
+    assert bf16.differences_percent == []
     assert again.differences_percent == [0.0]
-    assert mxfp4.differences_percent == pytest.approx([1.0, 1.0])
+    assert mxfp4.differences_percent == spread.differences_percent == pytest.approx([1.0])
     done = ranks.python(SCRIPT, *files)
     ranks.passed(done)
     assert "+1.000" in done.stdout
@@ -258,6 +262,17 @@ def test_files_that_cannot_be_compared_are_refused(tmp_path):
     done = ranks.python(SCRIPT, tmp_path / "c.json")
     assert done.returncode == 2
     assert "c.json: expected a result of train_moe" in done.stdout
+    assert done.stdout.count("\n") == 1
+
+
+@pytest.mark.parametrize("same", [("a.json", "a.json"), ("a.json", "b.json"), ("twice.json",)])
+def test_a_run_counts_once(tmp_path, same):
+    written(tmp_path / "a.json", sitting())
+    written(tmp_path / "b.json", dataclasses.replace(sitting(), runs=RUNS[1:3]))
+    written(tmp_path / "twice.json", dataclasses.replace(sitting(), runs=RUNS[:2] * 2))
+    words = r"expected other runs than .*\.json has, got .*, cache plain, 1 rank, seed 0 again"
+    with pytest.raises(ValueError, match=words):
+        moe_report.read([tmp_path / name for name in same])
 
 
 def test_the_picture_is_drawn(tmp_path):
@@ -332,10 +347,34 @@ def test_seconds_become_equally_many_steps_of_all(tmp_path, folder):
         (["--steps", "3", "--seconds", "3"], "steps: expected without seconds, got both"),
         (["--ranks", "5"], "ranks: expected at most 4, got 5"),
         (["--text", "."], "text: expected at least 64 bytes"),
-        (["--picture", "nowhere/a.png"], "picture: (no such folder: .*nowhere|needs matplotlib)"),
+        (["--seeds", "0,00"], "seeds: expected each once, got 0 again"),
+        (["--policies", "fp8,bf16,bf16"], "policies: expected each once, got bf16 again"),
+        (["--cache", "plain,plain"], "cache: expected each once, got plain again"),
+        (["--seconds", "inf"], "--seconds': expected a finite number, got inf"),
+        (["--seconds", "nan"], "--seconds': expected a finite number, got nan"),
+        (["--picture", "nowhere/a.png"], "--picture': no such folder: .*nowhere"),
+        (["--picture", "."], "--picture': File '.' is a directory"),
+        (
+            ["--picture", "late.nope"],
+            "picture: expected a file that ends in .*png.*, got late.nope",
+        ),
+        (["--picture", "late"], "picture: expected a file that ends in .*png.*, got late"),
+        (["a.json", "--picture", "late.nope"], "picture: expected a file that ends in"),
+        (["a.json", "--steps", "3"], "FILES: expected without --preset"),
     ],
 )
-def test_wrong_options_are_told(tmp_path, monkeypatch, arguments, words):
+def test_wrong_options_are_told_before_any_training(tmp_path, monkeypatch, arguments, words):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(UserError, match=words):
+    monkeypatch.setattr(train_moe, "train_all", None)
+    with pytest.raises(click.ClickException) as raised:
         train_moe.main(["--preset", "tiny", *arguments], standalone_mode=False)
+    assert re.search(words, raised.value.format_message())
+
+
+@pytest.mark.parametrize(
+    "given", [("--steps", 3), ("--seeds", 0), ("--ranks", 2), ("--text", "."), ("--device", "cpu")]
+)
+def test_files_take_no_options_of_a_training(tmp_path, given):
+    file = written(tmp_path / "a.json", sitting())
+    with pytest.raises(click.UsageError, match=f"FILES: expected without {given[0]}"):
+        train_moe.main([str(file), *map(str, given)], standalone_mode=False)
