@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 import ranks
 import torch
-from click.testing import CliRunner
+from command_line import run
 
 from fp4comm import __version__, launch, machine, transport
 from fp4comm.bench.report import Environment, Place, header_lines
 from fp4comm.bench.rows import Report
 from fp4comm.bench.run import Settings
-from fp4comm.cli import DEMO_FILES, cli
+from fp4comm.cli import DEMO_FILES
 from fp4comm.transport.local import LocalTransport
 
 SCRIPT = Path(__file__).resolve().parent / "run_cli.py"
@@ -26,19 +26,6 @@ TINY = ["--tokens", "24", "--hidden", "160", "--experts", "6", "--topk", "3"]
 TINY += ["--warmup", "1", "--iterations", "2"]
 FORMATS = ["bf16", "fp8", "mxfp8", "mxfp4"]
 NOTHING = Report([], "nothing", 32, 1, 1, [0], 0, 0.0)
-
-
-@pytest.fixture(autouse=True)
-def _no_launcher(monkeypatch):
-    """Tests may themselves run under a launcher."""
-    for name in list(os.environ):
-        of_launcher = (*launch.TORCH_VARIABLES, *launch.LOCAL_RANK_VARIABLES)
-        if name.startswith(launch.MPI_LAUNCHERS) or name in of_launcher:
-            monkeypatch.delenv(name)
-
-
-def run(*arguments):
-    return CliRunner().invoke(cli, [str(a) for a in arguments])
 
 
 def rows_of(output):

@@ -1,19 +1,15 @@
 """fp4comm report: every row and number of the files, nothing from outside, clear refusals."""
 
 import html.parser
-import importlib
 import json
-import os
 import re
 import xml.etree.ElementTree
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
+from command_line import passed, run
 from PIL import Image
 
-from fp4comm import launch
-from fp4comm.cli import cli
 from fp4comm.report import charts, compare, page, results
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -21,25 +17,6 @@ RESULTS = ROOT / "benchmarks" / "results"
 H200 = sorted(RESULTS.glob("dispatch_h200_*.json"))
 DEMO = RESULTS / "demo_4_ranks.json"
 VOID = {"meta", "link", "br", "hr", "img", "input"}
-
-
-@pytest.fixture(autouse=True)
-def _no_launcher(monkeypatch):
-    """Tests may themselves run under a launcher."""
-    for name in list(os.environ):
-        of_launcher = (*launch.TORCH_VARIABLES, *launch.LOCAL_RANK_VARIABLES)
-        if name.startswith(launch.MPI_LAUNCHERS) or name in of_launcher:
-            monkeypatch.delenv(name)
-
-
-def run(*arguments):
-    return CliRunner().invoke(cli, [str(a) for a in arguments])
-
-
-def passed(*arguments):
-    result = run(*arguments)
-    assert result.exit_code == 0, result.output
-    return result.output
 
 
 class Page(html.parser.HTMLParser):
@@ -366,9 +343,3 @@ def test_without_the_extra_the_error_names_it_and_words_still_come(tmp_path, mon
     assert refused.exit_code == 2
     assert "pip install 'fp4comm[report]'" in refused.output
     assert "demo_4_ranks: 4 ranks" in passed("report", DEMO, "--json", tmp_path / "o.json")
-
-
-def test_the_page_is_in_the_package():
-    listed = (ROOT / "pyproject.toml").read_text()
-    assert '"fp4comm.report" = ["page.html"]' in listed
-    assert importlib.resources.files("fp4comm.report").joinpath("page.html").is_file()

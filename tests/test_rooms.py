@@ -5,8 +5,10 @@ import doctest
 import importlib
 import inspect
 import json
+import shutil
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -108,6 +110,27 @@ def test_every_operation_has_a_benchmark_that_runs(tmp_path):
     rows = json.loads(result.read_text())["rows"]
     measured = {row["op"].split()[0] for row in rows if "wrong" in row}
     assert measured == set(OPERATIONS)
+
+
+def test_the_wheel_has_all_that_the_package_reads(tmp_path):
+    """Built from a copy, since setuptools writes into the folder that it builds from."""
+    copy = tmp_path / "copy"
+    skip = shutil.ignore_patterns(".git", ".venv", "build", "*.egg-info", "results", "data")
+    shutil.copytree(ROOT, copy, ignore=skip, symlinks=True)
+    code = "from setuptools import build_meta as b; b.build_wheel('..')"
+    done = subprocess.run([sys.executable, "-c", code], cwd=copy, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    names = set(zipfile.ZipFile(next(tmp_path.glob("*.whl"))).namelist())
+    wanted = {f"fp4comm/{name}" for name in ("py.typed", "report/page.html")}
+    for root, pattern in (
+        (PACKAGE, "**/*.py"),
+        (ROOT, "cuda/*.cu*"),
+        (ROOT, "topologies/**/*.toml"),
+    ):
+        wanted |= {f"fp4comm/{file.relative_to(root)}" for file in root.glob(pattern)}
+    assert wanted <= names, sorted(wanted - names)
+    some = ("cuda/relay_reduce.cu", "hops/auto.py", "predict/plan.py", "topologies/codec/cpu.toml")
+    assert {f"fp4comm/{name}" for name in some} <= wanted
 
 
 def test_no_folder_cuda_shadows_nvidias_namespace_package():

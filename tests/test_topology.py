@@ -4,21 +4,15 @@ import dataclasses
 import importlib.util
 import itertools
 import json
-import shutil
-import subprocess
-import sys
-import time
-import zipfile
 
 import numpy as np
 import pytest
 import ranks
-from click.testing import CliRunner
+from command_line import run
 
 from fp4comm import quantities, topology
 from fp4comm.bench import calibrate
 from fp4comm.bench.workload import Synthetic, distinct_experts, zipf_popularity
-from fp4comm.cli import cli
 from fp4comm.formats import FORMATS, WireFormat
 from fp4comm.predict import loads, spread, times
 from fp4comm.predict.plan import Plan, Settings
@@ -28,10 +22,6 @@ from fp4comm.topology import Places, TopologyError
 
 PRESET = topology.FOLDER / "hgx-h100-400g.toml"
 BENCHMARKS = ranks.ROOT / "benchmarks"
-
-
-def run(*arguments):
-    return CliRunner().invoke(cli, [str(a) for a in arguments])
 
 
 def script(name):
@@ -432,15 +422,14 @@ def test_fp4_does_not_pay_where_calls_take_all_the_time():
     assert 1 < plan.pays_from("bf16") < plan.pays_from("fp8")
 
 
-def test_sixteen_thousand_ranks_in_seconds():
+def test_sixteen_thousand_ranks():
     found = topology.load(PRESET)
     places = found.places(2048)
-    start = time.monotonic()
     for skew, limit in ((0.0, None), (1.0, None), (0.0, 4)):
         rows = spread.synthetic(Synthetic(16384, 4096, 7168, 16384, 8, skew), places, limit)
+        assert rows.slots.sum() == pytest.approx(8)
         plan = Plan(found, places, rows, Shape(4096, 7168, 8), Settings(("mxfp4",)))
         assert len(plan.rows()) == 5
-    assert time.monotonic() - start < 60  # 5 s on an idle core; this one may be shared
 
 
 # The command
@@ -520,21 +509,6 @@ def test_the_readme_shows_what_plan_prints():
     found = script("plan_against_published").PLAN.search((ranks.ROOT / "README.md").read_text())
     result = run(*found["command"].split()[1:])
     assert result.output == found["printed"], "run benchmarks/plan_against_published.py --write"
-
-
-def test_presets_are_in_the_wheel(tmp_path):
-    """Built from a copy, since setuptools writes into the folder that it builds from."""
-    copy = tmp_path / "copy"
-    skip = shutil.ignore_patterns(".git", ".venv", "build", "*.egg-info", "results", "data")
-    shutil.copytree(ranks.ROOT, copy, ignore=skip, symlinks=True)
-    code = "from setuptools import build_meta as b; b.build_wheel('..')"
-    done = subprocess.run([sys.executable, "-c", code], cwd=copy, capture_output=True, text=True)
-    if "No module named 'setuptools'" in done.stderr:
-        pytest.skip("setuptools is not installed")
-    assert done.returncode == 0, done.stderr
-    names = zipfile.ZipFile(next(tmp_path.glob("*.whl"))).namelist()
-    for wanted in ("hgx-h100-400g.toml", "cpu-25g.toml", "codec/h200.toml", "codec/cpu.toml"):
-        assert f"fp4comm/topologies/{wanted}" in names
 
 
 # Calibration
