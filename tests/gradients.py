@@ -1,7 +1,7 @@
 """Gradients of a layer of linear experts, checked against a model in float32 on any transport.
 
 The model has all ranks in one process and the same quantized tokens.  Used on threads by
-test_autograd.py, on real processes by mpi/gradients.py, and on a GPU by gpu/test_autograd_cuda.py.
+test_autograd.py, on real processes by mpi/cases.py, and on a GPU by gpu/test_autograd_cuda.py.
 """
 
 import dataclasses

@@ -1,6 +1,6 @@
 """Rounds of dispatch and combine, checked byte by byte against the reference on any transport.
 
-Used on threads by test_all_to_all.py and, on real processes, by mpi/rounds.py.
+Used on threads by test_all_to_all.py and, on real processes, by mpi/cases.py.
 """
 
 import dataclasses

@@ -4,7 +4,6 @@ import time
 
 import numpy as np
 import pytest
-import ranks
 import torch
 from rounds import (
     ROUNDS,
@@ -27,19 +26,6 @@ RANKS = (1, 2, 3, 4, 8)
 @pytest.mark.parametrize("case", ROUNDS, ids=lambda case: case.id)
 def test_round_on_threads(case, num_ranks):
     transport.run_local(num_ranks, lambda t: check_round(t, case), timeout_s=60)
-
-
-@pytest.mark.parametrize("num_ranks", RANKS)
-def test_rounds_under_mpirun(num_ranks):
-    run = ranks.mpirun(num_ranks, "rounds.py", "mpi", timeout=180)
-    ranks.passed(run)
-    assert run.stdout.count(f"{len(ROUNDS)} rounds right") == num_ranks, ranks.report(run)
-
-
-@pytest.mark.parametrize("num_ranks", [1, 2, 4])
-def test_rounds_on_torch_distributed(num_ranks):
-    runs = ranks.torch_ranks(num_ranks, "rounds.py", "torch", timeout=180)
-    ranks.passed(*runs)
 
 
 def rows_by_expert(case, num_ranks):

@@ -7,11 +7,9 @@ import weakref
 
 import numpy as np
 import pytest
-import ranks
 import torch
 from gradients import (
     CASES,
-    SOME_CASES,
     Case,
     apply_experts,
     check_gradients,
@@ -37,16 +35,6 @@ EXACT = Precision(dispatch="bf16", combine_grad="bf16")
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
 def test_gradients_on_threads(case, num_ranks):
     transport.run_local(num_ranks, lambda t: check_gradients(t, case), timeout_s=60)
-
-
-def test_gradients_under_mpirun():
-    run = ranks.mpirun(3, "gradients.py", "mpi", timeout=120)
-    ranks.passed(run)
-    assert run.stdout.count(f"{len(SOME_CASES)} cases right") == 3, ranks.report(run)
-
-
-def test_gradients_on_torch_distributed():
-    ranks.passed(*ranks.torch_ranks(2, "gradients.py", "torch", timeout=120))
 
 
 def one_rank(**kwargs):

@@ -3,10 +3,11 @@
 import math
 import threading
 
+import ml_dtypes
+import numpy as np
 import pytest
-import ranks
 import torch
-from expert_layers import CASES, INNER, SOME_CASES, check_layer, leaves, make, parameters, step
+from expert_layers import CASES, INNER, check_layer, leaves, make, parameters, step
 from gradients import Case, close_rows, inputs
 from torch.utils.checkpoint import checkpoint
 
@@ -20,12 +21,6 @@ UNEVEN = Case("uneven", num_experts=5)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
 def test_layer_on_threads(case, num_ranks):
     transport.run_local(num_ranks, lambda t: check_layer(t, case), timeout_s=60)
-
-
-def test_layer_under_mpirun():
-    run = ranks.mpirun(2, "expert_layers.py", "mpi", timeout=120)
-    ranks.passed(run)
-    assert run.stdout.count(f"{len(SOME_CASES)} layers right") == 2, ranks.report(run)
 
 
 @pytest.mark.parametrize("wire", ["mxfp4", "fp8", "bf16"])
@@ -319,10 +314,9 @@ def test_block_codes_scale_128_by_128_to_the_smallest_power_of_two_that_does_not
                 assert math.frexp(scale)[0] == 0.5
                 assert amax <= 448 * scale
                 assert amax > 224 * scale or amax == 0
-    values = codes.float() * scales[..., :5].repeat_interleave(128, 1).repeat_interleave(128, 2)
-    step = torch.maximum(values.abs() * 2**-4, scales.amax() * 0)
-    smallest = scales[..., :5].repeat_interleave(128, 1).repeat_interleave(128, 2) * 2.0**-10
-    assert ((values - weights).abs() <= torch.maximum(step, smallest) * (1 + 2**-4)).all()
+    of_each = scales[..., :5].repeat_interleave(128, 1).repeat_interleave(128, 2)
+    want = (weights / of_each).numpy().astype(ml_dtypes.float8_e4m3fn)  # exact but for the rounding
+    np.testing.assert_array_equal(codes.view(torch.uint8).numpy(), want.view(np.uint8))
 
 
 def test_block_codes_of_transposed_weights_are_those_transposed():

@@ -222,6 +222,11 @@ def test_each_run_is_compared_with_bf16_of_its_seed():
     ]
 
 
+def command(*arguments):
+    """Run the script's command in this process."""
+    train_moe.main([str(a) for a in arguments], standalone_mode=False)
+
+
 def sitting(**changes):
     about = {"ranks": 1, "transport": "local", "arguments": {"device": "cpu"}, "git": None}
     shape = dataclasses.asdict(TINY.shape)
@@ -234,7 +239,7 @@ def written(path, results):
     return path
 
 
-def test_files_of_several_sittings_go_together(tmp_path):
+def test_files_of_several_sittings_go_together(tmp_path, capsys):
     again = [dataclasses.replace(run, ranks=2) for run in RUNS[:2]]
     parts = {"a.json": sitting(), "b.json": dataclasses.replace(sitting(), runs=again)}
     files = [written(tmp_path / name, part) for name, part in parts.items()]
@@ -246,9 +251,8 @@ def test_files_of_several_sittings_go_together(tmp_path):
     assert bf16.differences_percent == []
     assert again.differences_percent == [0.0]
     assert mxfp4.differences_percent == spread.differences_percent == pytest.approx([1.0])
-    done = ranks.python(SCRIPT, *files)
-    ranks.passed(done)
-    assert "+1.000" in done.stdout
+    command(*files)
+    assert "+1.000" in capsys.readouterr().out
 
 
 def test_files_that_cannot_be_compared_are_refused(tmp_path):
@@ -310,16 +314,15 @@ def folder(tmp_path_factory):
 
 def options(folder, file):
     run = ("--preset", "tiny", "--steps", 3, "--policies", "bf16,mxfp4", "--text", folder)
-    return (SCRIPT, *run, "--json", file)
+    return (*run, "--json", file)
 
 
 def test_under_mpirun_and_alone_it_trains_the_same_model(tmp_path, folder):
-    done = ranks.mpirun(2, *options(folder, tmp_path / "mpi.json"))
+    done = ranks.mpirun(2, SCRIPT, *options(folder, tmp_path / "mpi.json"))
     ranks.passed(done)
     assert "mxfp4, seed 0: step 3 of 3, held-out loss" in done.stdout
     assert done.stdout.count("2 ranks (mpi) on") == 1
-    alone = ranks.python(*options(folder, tmp_path / "alone.json"))
-    ranks.passed(alone)
+    command(*options(folder, tmp_path / "alone.json"))
     spread = check_result(tmp_path / "mpi.json", 2, "mpi")
     single = check_result(tmp_path / "alone.json", 1, "local")
     for a, b in zip(spread, single, strict=True):
@@ -327,13 +330,13 @@ def test_under_mpirun_and_alone_it_trains_the_same_model(tmp_path, folder):
 
 
 def test_under_torchrun_it_trains(tmp_path, folder):
-    ranks.passed(*ranks.torch_ranks(2, *options(folder, tmp_path / "torch.json")))
+    ranks.passed(*ranks.torch_ranks(2, SCRIPT, *options(folder, tmp_path / "torch.json")))
     check_result(tmp_path / "torch.json", 2, "torch")
 
 
 def test_seconds_become_equally_many_steps_of_all(tmp_path, folder):
     arguments = ["--preset", "tiny", "--seconds", "0.2", "--policies", "bf16,fp8", "--text", folder]
-    ranks.passed(ranks.python(SCRIPT, *arguments, "--json", tmp_path / "timed.json"))
+    command(*arguments, "--json", tmp_path / "timed.json")
     content = json.loads((tmp_path / "timed.json").read_text())
     assert {run["steps"] for run in content["runs"]} == {content["setup"]["steps"]}
 
@@ -367,7 +370,7 @@ def test_wrong_options_are_told_before_any_training(tmp_path, monkeypatch, argum
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(train_moe, "train_all", None)
     with pytest.raises(click.ClickException) as raised:
-        train_moe.main(["--preset", "tiny", *arguments], standalone_mode=False)
+        command("--preset", "tiny", *arguments)
     assert re.search(words, raised.value.format_message())
 
 
@@ -377,4 +380,4 @@ def test_wrong_options_are_told_before_any_training(tmp_path, monkeypatch, argum
 def test_files_take_no_options_of_a_training(tmp_path, given):
     file = written(tmp_path / "a.json", sitting())
     with pytest.raises(click.UsageError, match=f"FILES: expected without {given[0]}"):
-        train_moe.main([str(file), *map(str, given)], standalone_mode=False)
+        command(file, *given)

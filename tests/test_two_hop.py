@@ -1,12 +1,12 @@
 """The two-hop route: rows of the flat route, sums and gradients of the reference, on every node."""
 
 import dataclasses
+import operator
 import re
 import time
 
 import numpy as np
 import pytest
-import ranks
 import torch
 import two_hop
 from gradients import Case, check_gradients, gradients, inputs, make
@@ -16,8 +16,10 @@ from fp4comm import AllToAll, hops, transport
 from fp4comm.hops import Nodes
 from fp4comm.routing import Placement
 
+NUM_RANDOM = 16
 
-@pytest.mark.parametrize("seed", range(40))
+
+@pytest.mark.parametrize("seed", range(NUM_RANDOM))
 def test_rounds_of_any_shape(seed):
     case = two_hop.random_round(seed)
     transport.run_local(sum(case.node_sizes), lambda t: check_round(t, case), timeout_s=60)
@@ -77,16 +79,6 @@ def test_gradients_of_weights_are_those_of_the_flat_route():
     for a, b in zip(flat, hop, strict=True):
         assert a[1].abs().sum() > 0
         assert torch.equal(a[1], b[1])
-
-
-def test_under_mpirun_four_ranks_are_two_nodes():
-    run = ranks.mpirun(4, "two_hop.py", "mpi", timeout=180)
-    ranks.passed(run)
-    assert run.stdout.count("two hops right") == 4, ranks.report(run)
-
-
-def test_on_torch_distributed_four_ranks_are_two_nodes():
-    ranks.passed(*ranks.torch_ranks(4, "two_hop.py", "torch", timeout=180))
 
 
 @pytest.mark.parametrize("check", [two_hop.check_auto, two_hop.check_async])
@@ -282,8 +274,15 @@ def test_a_rank_that_fails_in_a_hop_stops_the_others(how, operation, hop):
 
 
 def test_rounds_are_of_every_kind():
-    """Of the tests themselves: random rounds have each wire, and one node as well as several."""
-    cases = [two_hop.random_round(seed) for seed in range(40)]
-    assert {case.precision.combine.name for case in cases} == set(two_hop.WIRES)
-    assert {len(case.node_sizes) for case in cases} == {1, 2, 3, 4}
-    assert {case.hidden for case in cases} >= {32, 2880}
+    """Of the tests themselves: 16 random rounds have what many have."""
+    few, many = ([two_hop.random_round(seed) for seed in range(n)] for n in (NUM_RANDOM, 60))
+    for kind in (
+        *("wire", "combine", "arrive", "routing", "weights", "idx_dtype", "alignment", "hidden"),
+        lambda case: len(case.node_sizes),
+        lambda case: len(set(case.node_sizes)) > 1,
+        lambda case: case.num_experts < sum(case.node_sizes),
+        lambda case: case.topk > case.num_experts,
+        lambda case: 0 in case.tokens,
+    ):
+        of = operator.attrgetter(kind) if isinstance(kind, str) else kind
+        assert set(map(of, few)) == set(map(of, many)), kind

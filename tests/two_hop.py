@@ -1,4 +1,4 @@
-"""Rounds and gradients by the two-hop route, for test_two_hop.py and, on real ranks, mpi/two_hop.py
+"""Rounds and gradients by the two-hop route, for test_two_hop.py and, on real ranks, mpi/cases.py
 and gpu/rank_program.py."""
 
 import dataclasses
@@ -33,7 +33,7 @@ def rounds_of(num_ranks, rounds=ROUNDS):
 
 
 def random_round(seed):
-    """A round of any shape; ranks are as many as its nodes have."""
+    """A round of any shape, wires in turn; ranks are as many as its nodes have."""
     rng = np.random.default_rng(seed)
     sizes = tuple(rng.integers(1, 4, rng.integers(1, 5)).tolist())
     sizes = sizes if sum(sizes) <= 7 else (3, 2, 1)
@@ -47,8 +47,8 @@ def random_round(seed):
         hidden=int(rng.choice([32, 64, 96, 160, 640, 2880])),
         num_experts=int(rng.integers(1, 30)),
         topk=int(rng.integers(1, 17)),
-        wire=wires[rng.integers(len(wires))],
-        combine=wires[rng.integers(len(wires))],
+        wire=wires[seed % len(wires)],
+        combine=wires[(3 * seed + seed // len(wires)) % len(wires)],
         arrive=str(rng.choice(["fp8", "bf16", "packed"])),
         alignment=int(rng.choice([1, 4, 16])),
         routing=str(rng.choice(["random", "all to expert 0", "mostly none", "repeated", "none"])),
