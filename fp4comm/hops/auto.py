@@ -12,6 +12,8 @@ from fp4comm.hops.flat import FlatDraft, FlatRoute
 from fp4comm.hops.two_hop import TwoHopDraft, TwoHopRoute
 from fp4comm.routing import RoutePlan
 
+MOST = 1e9  # of a link's numbers
+
 
 @dataclasses.dataclass(frozen=True)
 class Links:
@@ -35,8 +37,8 @@ class Links:
         for name, value in vars(self).items():
             if isinstance(value, bool) or not isinstance(value, (int, float)):
                 raise TypeError(f"links: {name}: expected a number, got {type(value).__name__}")
-            if not 0 < value < float("inf"):
-                raise ValueError(f"links: {name}: expected more than 0, got {value}")
+            if not 0 < value <= MOST:
+                raise ValueError(f"links: {name}: expected 0 < {name} <= {MOST:g}, got {value}")
 
 
 @dataclasses.dataclass(frozen=True)
