@@ -158,7 +158,8 @@ class AllToAll:
         On a GPU the work is queued on the current stream; the host waits for the counts alone.
         With ``arrive="bf16"`` it is differentiable, straight through the quantization: gradients of
         ``rows`` and ``row_weights`` come back to x and topk_weights, in their dtypes.  Backward
-        passes are collective too: all ranks make them, in the same order.
+        passes are collective too: all ranks make them, in the same order; one that fails, a second
+        one through a freed graph too, stops the peers and leaves the transport broken.
 
         Args:
             x: ``[T, hidden]`` bfloat16, or a pair of float8_e4m3fn codes ``[T, hidden]`` and
