@@ -24,7 +24,7 @@ ALLOWED = {
     "gpu": set(),
     "texts": set(),
     "quantities": set(),
-    "topology": {"formats", "quantities"},
+    "topology": {"formats", "hops", "quantities"},
     "predict": {"all_to_all", "bench", "check", "formats", "predict", "routing", "topology"},
     "report": {"_version", "bench", "formats", "predict", "report", "topology"},
     "cuda_kernels": {"gpu"},
