@@ -104,6 +104,8 @@ def header_lines(environment: Environment, report: Report, settings: Settings) -
         f" {report.num_tokens_checked} of {sum(report.num_tokens)} tokens are",
         "  compared byte for byte; counts, places, weights and padding of all",
     ]
+    if "two_hop" in settings.routes and all(row.route == "flat" for row in report.rows):
+        lines.append("route: on one node every route is the flat one; --ranks-per-node makes several")
     return [f"# {line}" for line in lines]
 
 
