@@ -105,7 +105,7 @@ def header_lines(environment: Environment, report: Report, settings: Settings) -
         "  compared byte for byte; counts, places, weights and padding of all",
     ]
     if "two_hop" in settings.routes and all(row.route == "flat" for row in report.rows):
-        lines.append("route: on one node every route is the flat one; --ranks-per-node makes several")
+        lines.append("route: on one node every route is the flat one; see --ranks-per-node")
     return [f"# {line}" for line in lines]
 
 
