@@ -3,7 +3,8 @@
 # make venv    set up .venv alone      make clean   remove what make made
 #
 # PYTHON=python3.12 chooses the interpreter (>= 3.10), RANKS=2 the ranks of the demo, ARGS=... adds
-# options to the demo or to pytest.  Once .venv is there, nothing is downloaded.
+# options to the demo or to pytest.  Each of demo, test and lint installs into .venv what it needs,
+# once.
 
 PYTHON ?= python3
 RANKS ?= 4

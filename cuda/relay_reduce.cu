@@ -14,12 +14,10 @@ Float32 sums from +0 in that order, packed as weighted_reduce packs its sums.
 Needs hidden % 32 == 0.  Launcher: fp4comm/codec/cuda.py
 Reads each wire row once: bound by memory bandwidth.
 */
-#include "encode.cuh"
-#include "rows.cuh"
+#include "sums.cuh"
 
 constexpr int N = PIECE;  // elements of a row that a thread takes at a time (-D); UNROLL is 1
 constexpr int WORDS = N * element_bits(WIRE) / 32;
-constexpr int BLOCK_LANES = WIRE == WIRE_BF16 ? 1 : (WIRE == WIRE_FP8 ? FP8_BLOCK : MX_BLOCK) / N;
 // AHEAD: rows that are loaded before the first is added
 
 extern "C" __global__ void relay_reduce(const u8* __restrict__ payload,
@@ -37,7 +35,6 @@ extern "C" __global__ void relay_reduce(const u8* __restrict__ payload,
     const int piece = part.piece, num_pieces = hidden / N, scale_columns = num_blocks(WIRE, hidden);
     const int payload_bytes = row_bytes(hidden, element_bits(WIRE));
     const bool is_live = token < num_tokens && piece < num_pieces;
-    const bool paired = is_paired<WORDS>(piece, num_pieces);
     const int first = is_live ? __ldg(place_offsets + token) : 0;
     const int last = is_live ? __ldg(place_offsets + token + 1) : 0;
 
@@ -65,17 +62,5 @@ extern "C" __global__ void relay_reduce(const u8* __restrict__ payload,
             for (int i = 0; i < N; i++) sums[i] = __fadd_rn(sums[i], values[i]);
         }
     }
-    u32 amax_bits = 0, scale = 0, words[WORDS];
-    if constexpr (WIRE != WIRE_BF16) {
-        amax_bits = max_of_lanes(amax_of<WIRE, N>(sums), BLOCK_LANES);
-        scale = wire_scale<WIRE>(amax_bits, scale_round);
-    }
-    encode<WIRE, N>(sums, amax_bits, scale, words);
-    exchange(words, piece, paired);
-    if (!is_live) return;
-    u8* out_row = at_row(out, token, payload_bytes);
-    store_piece(out_row, piece, paired, words);
-    if (WIRE != WIRE_BF16 && piece % BLOCK_LANES == 0) {
-        at_row(out_scales, token, scale_columns)[piece / BLOCK_LANES] = static_cast<u8>(scale);
-    }
+    store_sums<WIRE, N>(sums, out, out_scales, token, piece, hidden, is_live, scale_round);
 }

@@ -12,12 +12,9 @@ Float32 sums from +0 by ascending slot; product and sum are rounded separately.
 Needs hidden % 32 == 0.  Launcher: fp4comm/codec/cuda.py
 Reads 2 bytes an element of each live slot: bound by memory bandwidth.
 */
-#include "encode.cuh"
-#include "rows.cuh"
+#include "sums.cuh"
 
 constexpr int N = PIECE;  // elements of a row that a thread takes at a time (-D); UNROLL is 1
-constexpr int WORDS = N * element_bits(WIRE) / 32;
-constexpr int BLOCK_LANES = WIRE == WIRE_BF16 ? 1 : (WIRE == WIRE_FP8 ? FP8_BLOCK : MX_BLOCK) / N;
 // AHEAD: slots whose rows are loaded before the first is added
 
 extern "C" __global__ void weighted_reduce(const u8* __restrict__ expert_out,
@@ -34,7 +31,6 @@ extern "C" __global__ void weighted_reduce(const u8* __restrict__ expert_out,
     const int row = part.row;
     const int piece = part.piece, num_pieces = hidden / N;
     const bool is_live = row < num_rows && piece < num_pieces;  // others take part in shuffles
-    const bool paired = is_paired<WORDS>(piece, num_pieces);
 
     const u8* out_piece = settled(expert_out + static_cast<u32>(piece) * (2 * N));
     float sums[N] = {};
@@ -71,17 +67,5 @@ extern "C" __global__ void weighted_reduce(const u8* __restrict__ expert_out,
             }
         }
     }
-    u32 amax_bits = 0, scale = 0, words[WORDS];
-    if constexpr (WIRE != WIRE_BF16) {
-        amax_bits = max_of_lanes(amax_of<WIRE, N>(sums), BLOCK_LANES);
-        scale = wire_scale<WIRE>(amax_bits, scale_round);
-    }
-    encode<WIRE, N>(sums, amax_bits, scale, words);
-    exchange(words, piece, paired);
-    if (!is_live) return;
-    u8* payload_row = at_row(payload, row, row_bytes(hidden, element_bits(WIRE)));
-    store_piece(payload_row, piece, paired, words);
-    if (WIRE != WIRE_BF16 && piece % BLOCK_LANES == 0) {
-        at_row(scales, row, num_blocks(WIRE, hidden))[piece / BLOCK_LANES] = static_cast<u8>(scale);
-    }
+    store_sums<WIRE, N>(sums, payload, scales, row, piece, hidden, is_live, scale_round);
 }

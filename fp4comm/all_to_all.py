@@ -158,7 +158,8 @@ class AllToAll:
         On a GPU the work is queued on the current stream; the host waits for the counts alone.
         With ``arrive="bf16"`` it is differentiable, straight through the quantization: gradients of
         ``rows`` and ``row_weights`` come back to x and topk_weights, in their dtypes.  Backward
-        passes are collective too: all ranks make them, in the same order.
+        passes are collective too: all ranks make them, in the same order; one that fails, a second
+        one through a freed graph too, stops the peers and leaves the transport broken.
 
         Args:
             x: ``[T, hidden]`` bfloat16, or a pair of float8_e4m3fn codes ``[T, hidden]`` and
@@ -186,7 +187,8 @@ class AllToAll:
         and 6 (2 without weights) of route a slot.  Source: OCP MX v1.0 for the formats.
         """
         if handle is None:
-            pending = self._dispatch(x, topk_idx, topk_weights, async_op)
+            of_gradients = functools.partial(autograd.check_inputs, self.arrive, x, topk_weights)
+            pending = self._dispatch(x, topk_idx, topk_weights, async_op, self.arrive, of_gradients)
         else:
             pending = self._dispatch_again(x, topk_idx, topk_weights, handle, async_op)
         return pending if async_op else pending.wait()
@@ -241,21 +243,25 @@ class AllToAll:
 
         with self._stopping_peers("combine"):
             self._check_handle(handle)
+            check.no_tangent("expert_out", expert_out)
             plan, layout, way = handle._plan, handle.layout, handle._way
             rows = check.expert_out(expert_out, layout.num_expert_rows, self.hidden, handle._device)
             wire, implementation = WireFormat.of(self.precision.combine), codec.of(handle._device)
             with self._phase("combine", "reduce"):
                 sent = implementation.weighted_reduce(rows, layout, wire, weighted=weighted)
             out = autograd.combine_input(expert_out, rows, handle, weighted)
-            label = f"{'weighted' if weighted else 'unweighted'} combine of {handle._name}"
-            label += "" if out is None else ", with gradient"
+            kind = "weighted" if weighted else "unweighted"
+            name = f"{kind} combine {self._num_calls} of {handle._name}"
+            label = name + ("" if out is None else ", with gradient")
             exchange = self._exchange("combine", label, async_op)
             received = way.back([*sent], exchange, merge)
 
         def finish() -> torch.Tensor:
             with self._stopping_peers("combine"), self._phase("combine", "reduce"):
                 y = implementation.final_reduce(*received, wire, self.hidden, plan)
-            return y if out is None else autograd.of_combine(self, y, out, handle, weighted)
+            if out is None:
+                return y
+            return autograd.of_combine(self, y, out, handle, weighted, name)
 
         tables = [plan.place_offsets, plan.places, *way.tables]
         pending = Pending(exchange.work, [*received, *tables], finish)
@@ -281,11 +287,11 @@ class AllToAll:
         topk_idx: Any,
         topk_weights: Any,
         async_op: bool,
-        check_experts: Callable[[], None] | None = None,
+        arrive: str,
+        check_more: Callable[[], None],
     ) -> Pending[Dispatched]:
-        """Dispatch; with check_experts, which may raise, to packed and differentiable rows."""
-        arrive = self.arrive if check_experts is None else "packed"
-        rows, draft, sent, failure = self._prepare(x, topk_idx, topk_weights, check_experts)
+        """Dispatch; what check_more raises becomes everybody's error, as our own checks do."""
+        rows, draft, sent, failure = self._prepare(x, topk_idx, topk_weights, check_more)
         with self._phase("dispatch", "counts"):
             inputs = autograd.Inputs.of(x, topk_weights)
             mine = self._fingerprint(agreement.DISPATCH, failure, rows, draft, topk_weights, inputs)
@@ -309,8 +315,8 @@ class AllToAll:
             num_rows, alignment = self._local(counts[:, 1:]).sum(0), self.expert_alignment
             with self._stopping_peers("dispatch"), self._phase("dispatch", "arrive"):
                 layout = way.layout(route, plan.num_topk, num_rows, alignment)
-                of_all = self._transport, self.hidden, self.precision
-                handle = Handle(layout, plan, way, *of_all, device, name)
+                of_all = self._transport, self.num_experts, self.hidden, self.precision
+                handle = Handle(layout, plan, way, *of_all, alignment, device, name)
                 d = self._arrive(wire_rows, handle, arrive)
             return autograd.of_dispatch(self, d, inputs, name) if inputs.wanted else d
 
@@ -321,18 +327,14 @@ class AllToAll:
         x: Any,
         topk_idx: Any,
         topk_weights: Any,
-        check_experts: Callable[[], None] | None,
+        check_more: Callable[[], None],
     ) -> tuple[check.Rows | None, hops.Draft | None, hops.Rows, Exception | None]:
         """Check, plan and quantize; a mistake is returned, for all ranks to raise together."""
         try:
             with self._phase("dispatch", "plan"):
                 self._check_open()
-                autograd.check_inputs(
-                    self.arrive if check_experts is None else "bf16", x, topk_weights
-                )
+                check_more()
                 rows = self._rows(x)
-                if check_experts is not None:
-                    check_experts()
                 device = _device_of(rows)
                 idx = check.topk_idx(topk_idx, _codes(rows).shape[0], device)
                 weights = None if topk_weights is None else check.topk_weights(topk_weights, idx)
@@ -382,6 +384,11 @@ class AllToAll:
             if topk_idx is not None or topk_weights is not None:
                 raise ValueError("handle: expected without topk_idx and topk_weights, got both")
             self._check_handle(handle)
+            if handle._alignment != self.expert_alignment:
+                raise ValueError(
+                    f"handle: made for expert_alignment {handle._alignment}, used with"
+                    f" expert_alignment {self.expert_alignment}"
+                )
             autograd.check_inputs(self.arrive, x)
             rows = self._rows(x)
             plan, way = handle._plan, handle._way
@@ -397,6 +404,8 @@ class AllToAll:
                 )
             sent = self._quantize(rows, plan)
             inputs = autograd.Inputs.of(x)
+            if inputs.wanted:
+                check.no_inference("handle", handle.layout.num_rows)
             name = f"dispatch {self._num_calls} like {handle._name}"
             label = f"dispatch again like {handle._name}{', with gradient' * inputs.wanted}"
             exchange = self._exchange("dispatch", label, async_op)
@@ -483,6 +492,7 @@ class AllToAll:
         if handle._transport is not self._transport:
             raise ValueError("handle: made on another transport than this object's")
         for name, made, used in (
+            ("num_experts", handle._num_experts, self.num_experts),
             ("hidden", handle._hidden, self.hidden),
             ("precision", handle._precision, self.precision),
         ):

@@ -30,9 +30,12 @@ def check_inputs(arrive: str, x: Any, topk_weights: Any = None) -> None:
     """Refuse gradients of what dispatch cannot differentiate.
 
     Raises:
-        RuntimeError: rows arrive as FP8 or packed, or x is an FP8 pair, and a gradient is wanted.
+        RuntimeError: rows arrive as FP8 or packed, or x is an FP8 pair, and a gradient is wanted;
+            or an input has a tangent of forward-mode differentiation.
     """
     parts = x if isinstance(x, (tuple, list)) else (x,)
+    check.no_tangent("x", *parts)
+    check.no_tangent("topk_weights", topk_weights)
     if arrive != "bf16":
         reason = f'arrive="bf16" is differentiable, arrive="{arrive}" is for functions with a'
         reason += " backward of their own, as fp4comm.experts"
@@ -79,13 +82,15 @@ def combine_input(
     without_rows = handle._anchor is not None and not any(handle.layout.num_rows_list)
     if not (check.wants_gradient(expert_out) or through_weights or without_rows):
         return None
+    check.no_inference("expert_out", rows)
     return expert_out if isinstance(expert_out, torch.Tensor) else rows
 
 
 def of_dispatch(a2a: AllToAll, d: Dispatched, inputs: Inputs, name: str) -> Dispatched:
     """Make what a dispatch returned differentiable; rows that stay packed get a stand-in.
 
-    That has their shape and no memory: gradients come in by it, and nobody reads it.
+    That has their shape and no memory: gradients come in by it, and nobody reads it.  A checkpoint
+    that has recomputed enough leaves from here by an exception, which is no failure.
     """
     rows = d.rows
     if rows is None:
@@ -106,13 +111,18 @@ def of_dispatch(a2a: AllToAll, d: Dispatched, inputs: Inputs, name: str) -> Disp
 
 
 def of_combine(
-    a2a: AllToAll, y: torch.Tensor, expert_out: torch.Tensor, handle: Handle, weighted: bool
+    a2a: AllToAll,
+    y: torch.Tensor,
+    expert_out: torch.Tensor,
+    handle: Handle,
+    weighted: bool,
+    name: str,
 ) -> torch.Tensor:
-    """Make what a combine returned differentiable."""
+    """Make what a combine of that name returned differentiable."""
     with torch.enable_grad():
         row_weights = handle._row_weights if weighted else None
         tensors = expert_out, row_weights, handle._anchor
-        return Combine.apply(*tensors, a2a, handle.detached(), weighted, [y.data])
+        return Combine.apply(*tensors, a2a, handle.detached(), weighted, name, [y.data])
 
 
 class Dispatch(torch.autograd.Function):
@@ -190,10 +200,11 @@ class Combine(torch.autograd.Function):
         a2a: AllToAll,
         handle: Handle,
         weighted: bool,
+        name: str,
         made: list[torch.Tensor],
     ) -> torch.Tensor:
         """Return what was made; keep expert_out if weights want a gradient, else nothing."""
-        ctx.a2a, ctx.handle, ctx.weighted = a2a, handle, weighted
+        ctx.a2a, ctx.handle, ctx.weighted, ctx.name = a2a, handle, weighted, name
         if row_weights is not None:
             ctx.save_for_backward(expert_out)
         return made.pop()
@@ -211,8 +222,7 @@ class Combine(torch.autograd.Function):
             with a2a._phase(operation, "quantize"):
                 dy = gradients[0].contiguous()
                 sent = [*implementation.quantize_rows(dy, wire, plan)]
-            label = f"backward of {'weighted' if ctx.weighted else 'unweighted'} combine of"
-            received = way.forth(sent, a2a._exchange(operation, f"{label} {handle._name}"))
+            received = way.forth(sent, a2a._exchange(operation, f"backward of {ctx.name}"))
             rows = *received, wire, a2a.hidden
             with a2a._phase(operation, "arrive"):
                 if ctx.needs_input_grad[0]:
@@ -220,7 +230,7 @@ class Combine(torch.autograd.Function):
                     grad_out = implementation.to_bf16_rows(*rows, layout, weights)
                 if ctx.needs_input_grad[1]:
                     grad_weights = implementation.row_dots(*rows, saved[0].contiguous(), layout)
-        return *differentiable_once(grad_out, grad_weights), None, None, None, None, None
+        return *differentiable_once(grad_out, grad_weights), None, None, None, None, None, None
 
 
 class Once(torch.autograd.Function):

@@ -6,6 +6,7 @@ import operator
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 
 from fp4comm.formats import FP8_BLOCK, MX_BLOCK
 
@@ -228,6 +229,33 @@ def wants_gradient(*tensors: Any) -> bool:
     return torch.is_grad_enabled() and any(
         isinstance(t, torch.Tensor) and t.requires_grad for t in tensors
     )
+
+
+def no_tangent(name: str, *tensors: Any) -> None:
+    """Refuse inputs of forward-mode differentiation: their tangents would be lost.
+
+    Raises:
+        RuntimeError: one of the tensors has a tangent.
+    """
+    for tensor in tensors:
+        if isinstance(tensor, torch.Tensor) and forward_ad.unpack_dual(tensor).tangent is not None:
+            raise RuntimeError(
+                f"{name}: expected a tensor without tangent, got one of forward-mode"
+                " differentiation (only backward passes are there)"
+            )
+
+
+def no_inference(name: str, tensor: torch.Tensor) -> None:
+    """Refuse a tensor of inference mode where a gradient is wanted: autograd cannot keep it.
+
+    Raises:
+        RuntimeError: it is one.
+    """
+    if tensor.is_inference():
+        raise RuntimeError(
+            f"{name}: expected one made outside of torch.inference_mode(), since a gradient is"
+            " wanted"
+        )
 
 
 def no_gradient(name: str, *tensors: Any, reason: str) -> None:

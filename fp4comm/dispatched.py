@@ -30,8 +30,10 @@ class Handle:
     _plan: RoutePlan = dataclasses.field(repr=False)
     _way: Way = dataclasses.field(repr=False)
     _transport: Transport = dataclasses.field(repr=False)
+    _num_experts: int
     _hidden: int
     _precision: Precision
+    _alignment: int
     _device: torch.device
     _name: str  # of the dispatch, the same on all ranks
     # What combine's gradient flows on to, if dispatch is differentiated: see autograd.py.

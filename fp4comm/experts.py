@@ -78,11 +78,12 @@ def swiglu(
         1.25
     """
 
-    def check_weights() -> None:
+    def check_more() -> None:
+        autograd.check_inputs("bf16", x, topk_weights)
         _check_weights(a2a, gate_up, down, x)
         check.one_of("cache", cache, CACHES)
 
-    d = a2a._dispatch(x, topk_idx, topk_weights, False, check_weights).wait()
+    d = a2a._dispatch(x, topk_idx, topk_weights, False, "packed", check_more).wait()
     widths = a2a.hidden, gate_up.shape[1] // 2
     multiply = products.of(gate_up.device, widths, a2a.expert_alignment)
     options = Options(a2a, multiply, cache, d.handle.layout)
@@ -196,13 +197,14 @@ def _empty(operand: Operand) -> tuple[torch.Tensor, ...]:
 def _check_weights(a2a: AllToAll, gate_up: Any, down: Any, x: Any) -> None:
     num_local = a2a._placement.num_local_experts(a2a._transport.rank)
     for name, weights in (("gate_up", gate_up), ("down", down)):
-        tensor = check.as_tensor(name, weights)
-        if not tensor.is_floating_point() or tensor.element_size() < 2:
-            raise TypeError(f"{name}: expected float32, bfloat16 or float16, got {tensor.dtype}")
-        if tensor.dim() != 3:
-            raise ValueError(f"{name}: expected 3 dimensions, got {tensor.dim()}")
-        if isinstance(x, torch.Tensor) and tensor.device != x.device:
-            raise ValueError(f"{name}: expected on {x.device} as x, got {tensor.device}")
+        if not isinstance(weights, torch.Tensor):
+            raise TypeError(f"{name}: expected a torch tensor, got {type(weights).__name__}")
+        if not weights.is_floating_point() or weights.element_size() < 2:
+            raise TypeError(f"{name}: expected float32, bfloat16 or float16, got {weights.dtype}")
+        if weights.dim() != 3:
+            raise ValueError(f"{name}: expected 3 dimensions, got {weights.dim()}")
+        if isinstance(x, torch.Tensor) and weights.device != x.device:
+            raise ValueError(f"{name}: expected on {x.device} as x, got {weights.device}")
     inner = down.shape[-1]
     expected = {
         "gate_up": (gate_up, (num_local, 2 * inner, a2a.hidden)),

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from fp4comm.formats import FORMATS
+from fp4comm.hops import Links
 from fp4comm.quantities import BANDWIDTH, COUNT, COUNTS, MOST_COUNT, SHARE, TIME, Kind
 
 if sys.version_info >= (3, 11):
@@ -120,6 +121,12 @@ class Topology:
     calls: Mapping[str, float]
     kernels: Mapping[str, Mapping[str, float]]
     sources: Mapping[str, str]
+
+    @property
+    def links(self) -> Links:
+        """What ``route="auto"`` of `AllToAll` compares routes with."""
+        between = self.network.gbs * self.nics / max(self.ranks)
+        return Links(self.local.gbs, between, self.calls["exchange"])
 
     def places(self, num_nodes: int | None = None, ranks_per_node: int | None = None) -> Places:
         """Put ranks on nodes: the first node's first.

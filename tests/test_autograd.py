@@ -23,6 +23,7 @@ from gradients import (
     model,
     round_trip,
 )
+from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
 from fp4comm import AllToAll, Precision, quantize, transport
@@ -556,9 +557,14 @@ def different(t, name):
             one.dispatch(x.detach() if is_last else x, handle=d.handle)
     elif name == "backward in another order":
         ys = one.combine(d.rows, d.handle), two.combine(other.rows, other.handle)
-        with refused("backward of weighted combine of dispatch 1 of", "all ranks must make"):
+        with refused("backward of weighted combine 2 of dispatch 1 of", "all ranks must make"):
             for y in reversed(ys) if is_last else ys:
                 y.backward(dy)
+    elif name == "backward of two combines of one dispatch in another order":
+        ys = [one.combine(d.rows, d.handle, weighted=False) for _ in range(2)]
+        with refused("backward of unweighted combine", "of dispatch 1 of", "all ranks must make"):
+            for y in reversed(ys) if is_last else ys:
+                torch.autograd.grad(y.sum(), x, retain_graph=True)
     elif name == "backward of a second dispatch in another order":
         again = one.dispatch(x, handle=d.handle)
         with refused("backward of dispatch 2 like dispatch 1 of", "all ranks must make"):
@@ -576,6 +582,7 @@ def different(t, name):
         "expert outputs without a gradient",
         "dispatch again without a gradient",
         "backward in another order",
+        "backward of two combines of one dispatch in another order",
         "backward of a second dispatch in another order",
         "combine instead of backward",
     ],
@@ -620,6 +627,40 @@ def test_a_handle_of_another_transport_is_refused():
     d = other.dispatch(ones(), torch.tensor([[0]]))
     with pytest.raises(ValueError, match="handle: made on another transport"):
         a2a.combine(d.rows, d.handle)
+
+
+@pytest.mark.parametrize(("word", "used"), [("num_experts", 8), ("expert_alignment", 16)])
+def test_a_handle_of_other_experts_is_refused(word, used):
+    t = transport.open("local")
+    kwargs = {"num_experts": 4, "hidden": 32, "arrive": "bf16", "expert_alignment": 128}
+    d = AllToAll(t, **kwargs).dispatch(ones().detach(), torch.tensor([[0]]))
+    with refused(f"handle: made for {word} {kwargs[word]}, used with {word} {used}"):
+        AllToAll(t, **(kwargs | {word: used})).dispatch(ones().detach(), handle=d.handle)
+
+
+@pytest.mark.parametrize("name", ["x", "topk_weights", "expert_out"])
+def test_forward_mode_is_refused(name):
+    a2a, idx = one_rank(), torch.tensor([[0]])
+    x, weights = ones().detach(), torch.ones(1, 1)
+    d = a2a.dispatch(x, idx, weights)
+    with forward_ad.dual_level(), refused(f"{name}: expected a tensor without tangent"):
+        dual = {"x": x, "topk_weights": weights, "expert_out": d.rows}
+        dual[name] = forward_ad.make_dual(dual[name], torch.ones_like(dual[name]))
+        a2a.dispatch(dual["x"], idx, dual["topk_weights"])
+        a2a.combine(dual["expert_out"], d.handle)
+
+
+def test_what_inference_mode_made_is_refused_before_its_peers_wait():
+    """On one of two ranks: the other is told."""
+
+    def on_rank(t):
+        layer, idx = AllToAll(t, num_experts=2, hidden=32, arrive="bf16"), torch.tensor([[0]])
+        with torch.inference_mode(t.rank == 1):
+            handle = layer.dispatch(ones().detach(), idx).handle
+        with refused("handle: expected one made outside of torch.inference_mode()"):
+            layer.dispatch(ones(), handle=handle)
+
+    transport.run_local(2, on_rank, timeout_s=30)
 
 
 def test_gradients_do_not_depend_on_the_number_of_threads():

@@ -179,6 +179,13 @@ def test_mistakes_are_one_line_and_end_with_2(arguments, text):
     assert result.output.count("\n") == 1
 
 
+@pytest.mark.parametrize(("node", "is_told"), [("2", True), ("1", False)])
+def test_a_route_that_one_node_does_not_have_is_told(node, is_told):
+    result = run("bench", *TINY, "--route", "flat,two_hop", "--ranks-per-node", node)
+    assert result.exit_code == 0, result.output
+    assert ("# route: on one node every route is the flat one" in result.output) == is_told
+
+
 def test_a_folder_for_json_that_is_not_there_is_noticed_first(tmp_path):
     result = run("bench", *TINY, "--json", tmp_path / "nothing" / "out.json")
     assert result.exit_code == 2

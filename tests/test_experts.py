@@ -203,7 +203,21 @@ MISTAKES = {
         TypeError,
         "down: expected float32, bfloat16 or float16, got torch.int32",
     ),
-    "no tensor": ({"gate_up": lambda w: None}, TypeError, "gate_up: expected a tensor, got None"),
+    "no tensor": (
+        {"gate_up": lambda w: None},
+        TypeError,
+        "gate_up: expected a torch tensor, got NoneType",
+    ),
+    "gate_up of NumPy": (
+        {"gate_up": lambda w: w.detach().numpy()},
+        TypeError,
+        "gate_up: expected a torch tensor, got ndarray",
+    ),
+    "down of NumPy": (
+        {"down": lambda w: w.detach().numpy()},
+        TypeError,
+        "down: expected a torch tensor, got ndarray",
+    ),
     "one number": ({"down": lambda w: w.sum()}, ValueError, "down: expected 3 dimensions, got 0"),
     "on another device": (
         {"down": lambda w: w.detach().to("meta")},

@@ -26,7 +26,7 @@ ALLOWED = {
     "gpu": set(),
     "texts": set(),
     "quantities": set(),
-    "topology": {"formats", "quantities"},
+    "topology": {"formats", "hops", "quantities"},
     "predict": {"agreement", "bench", "check", "formats", "predict", "routing", "topology"},
     "report": {"_version", "bench", "formats", "predict", "report", "topology"},
     "cuda_kernels": {"gpu"},

@@ -10,7 +10,7 @@ import pytest
 import ranks
 from command_line import run
 
-from fp4comm import quantities, topology
+from fp4comm import hops, quantities, topology
 from fp4comm.bench import calibrate
 from fp4comm.bench.workload import Synthetic, distinct_experts, zipf_popularity
 from fp4comm.formats import FORMATS, WireFormat
@@ -298,6 +298,13 @@ def test_padding_of_expert_segments():
 def test_balanced_goes_evenly():
     got = spread.synthetic(Synthetic(16, 1, 32, 128, 4, "balanced"), Places(np.full(4, 4), 1), None)
     np.testing.assert_allclose(got.slots, 0.25)
+
+
+def test_links_of_a_topology_are_what_auto_takes():
+    """The default is the preset's; two ranks that share a NIC have half of it each."""
+    assert topology.load(PRESET).links == hops.Links()
+    shared = simple(nics=2, calls=dict.fromkeys(topology.CALLS, 7.0)).links
+    assert shared == hops.Links(inside_gbs=100.0, between_gbs=5.0, hop_us=7.0)
 
 
 # Rows over links

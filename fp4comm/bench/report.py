@@ -104,6 +104,8 @@ def header_lines(environment: Environment, report: Report, settings: Settings) -
         f" {report.num_tokens_checked} of {sum(report.num_tokens)} tokens are",
         "  compared byte for byte; counts, places, weights and padding of all",
     ]
+    if "two_hop" in settings.routes and all(row.route == "flat" for row in report.rows):
+        lines.append("route: on one node every route is the flat one; see --ranks-per-node")
     return [f"# {line}" for line in lines]
 
 
@@ -180,7 +182,10 @@ def row_lines(report: Report, link_gbs: float | None = None) -> list[str]:
         is_above = is_above_link(row, link_gbs)
         too_fast += is_above
         lines.append(f"  {cells}{' !' if is_above else ''}")
-    lines.append(f"# kernels compiled, or loaded, in {report.compile_s:.1f} s before all calls")
+    lines.append(
+        f"# rank 0 compiled kernels, or loaded them, in {report.compile_s:.1f} s before all calls;"
+        " other processes load them in their first"
+    )
     for op in dict.fromkeys(row.op for row in report.rows):
         first = [f"{r.dispatch} {r.time.first_us / 1e3:.1f}" for r in report.rows if r.op == op]
         lines.append(f"# first {op} calls, not in the rows (ms): {', '.join(first)}")

@@ -12,13 +12,15 @@ from fp4comm.hops.flat import FlatDraft, FlatRoute
 from fp4comm.hops.two_hop import TwoHopDraft, TwoHopRoute
 from fp4comm.routing import RoutePlan
 
+MOST = 1e9  # of a link's numbers
+
 
 @dataclasses.dataclass(frozen=True)
 class Links:
-    """What a rank can send, in GB/s = 10^9 B/s, and what the second hop costs besides.
+    """What a rank's exchanges reach, in GB/s = 10^9 B/s, and what the second hop costs besides.
 
-    The defaults are an HGX H100 or H200: NVLink 4 with 450 GB/s a direction, and a NIC of 400
-    Gbit/s for each GPU.
+    The defaults are those of the topology hgx-h100-400g; `Topology.links` has those of others, and
+    of a machine that ``fp4comm bench --calibrate`` has measured.
 
     Attributes:
         inside_gbs: to other ranks of its node.
@@ -26,17 +28,17 @@ class Links:
         hop_us: of another exchange, for its launches and latency.
     """
 
-    inside_gbs: float = 450.0
-    between_gbs: float = 50.0
-    hop_us: float = 30.0
+    inside_gbs: float = 285.3
+    between_gbs: float = 48.0
+    hop_us: float = 31.0
 
     def __post_init__(self) -> None:
         """Check the numbers."""
         for name, value in vars(self).items():
             if isinstance(value, bool) or not isinstance(value, (int, float)):
                 raise TypeError(f"links: {name}: expected a number, got {type(value).__name__}")
-            if not 0 < value < float("inf"):
-                raise ValueError(f"links: {name}: expected more than 0, got {value}")
+            if not 0 < value <= MOST:
+                raise ValueError(f"links: {name}: expected 0 < {name} <= {MOST:g}, got {value}")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -219,8 +219,9 @@ class MpiTransport(BaseTransport):
             self._early.append(message)
             return
         where, rank, source = flight.call.where, self.rank, message.source
-        if ahead == 0:
-            theirs = "exchange_counts" if message.tag % TAG_LABELS == 1 else "another exchange"
+        is_counts = message.tag % TAG_LABELS == 1  # which all ranks take part in
+        if ahead == 0 or is_counts:
+            theirs = "exchange_counts" if is_counts else "another exchange"
             kind, label = flight.call.shape.kind, flight.call.shape.label
             mine = "exchange_counts" if kind == "counts" else label or "exchange"
             raise ValueError(

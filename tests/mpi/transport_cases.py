@@ -364,6 +364,19 @@ def case_other_call(t):
     check_broken(t)
 
 
+def case_call_behind(t):
+    """Rank 0 has made a call that did not concern rank 1, and is in the next one."""
+    t.timeout_s = 4.0
+    rows, to = np.zeros((1, 8), np.uint8), [1, 0]
+    with raises(ValueError, "rank 1 is in exchange_counts, rank 0 in exchange", within_s=4):
+        if t.rank == 0:
+            t.exchange([rows], to, [rows.copy()], to)
+            CALLS["exchange"](t)
+        else:
+            CALLS["counts"](t)
+    check_broken(t)
+
+
 def case_other_k(t):
     """exchange_counts with another number of columns."""
     t.timeout_s = 4.0
