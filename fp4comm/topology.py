@@ -126,7 +126,7 @@ class Topology:
     def links(self) -> Links:
         """What ``route="auto"`` of `AllToAll` compares routes with."""
         between = self.network.gbs * self.nics / max(self.ranks)
-        return Links(self.local.gbs, between, self.calls["exchange"])
+        return Links(self.local.gbs, between, self.calls["exchange"] + self.local.latency_us)
 
     def places(self, num_nodes: int | None = None, ranks_per_node: int | None = None) -> Places:
         """Put ranks on nodes: the first node's first.

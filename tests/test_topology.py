@@ -542,6 +542,7 @@ def test_calibrate_writes_a_topology_that_plan_takes(tmp_path, monkeypatch):
     found = topology.load(file)
     assert found.ranks == (2,)
     assert found.most_nodes == 1
+    assert found.links.hop_us == found.local.latency_us  # where calls.exchange is counted
     assert all("measured" in s or "latency" in s for s in found.sources.values())
     planned = run("plan", "--topology", file, "--tokens", 64, "--experts", 16, "--hidden", 256)
     assert planned.exit_code == 0, planned.output
