@@ -186,7 +186,7 @@ def test_grd_16_no_grad_keeps_no_memory():
         before = allocated()
         for _ in range(200):
             call()
-        assert allocated() == before
+        assert allocated() <= before  # less: what earlier tests left was freed meanwhile
     assert not any(ref() for ref in kept)
 
 
