@@ -58,7 +58,7 @@ class Preset:
 PRESETS = {
     "tiny": Preset(Shape(2, 64, 2, 4, 2, 32, 32), 4, 3e-3, 4, 2, 8),
     "cpu": Preset(Shape(2, 128, 4, 8, 2, 128, 128), 16, 7e-4, 150, 6, 64),
-    "h200": Preset(Shape(8, 1024, 16, 64, 8, 256, 1024), 32, 4e-4, 500, 10, 512),
+    "h200": Preset(Shape(8, 1024, 16, 64, 8, 256, 1024), 32, 4e-4, 500, 6, 512),
 }
 WARMUP, LAST_RATE = 0.2, 0.1  # share of the steps that the rate rises; its last value, relative
 BETAS, WEIGHT_DECAY, MAX_NORM = (0.9, 0.95), 0.1, 1.0
