@@ -3,6 +3,7 @@
 import dataclasses
 import operator
 import re
+import threading
 import time
 
 import numpy as np
@@ -233,6 +234,7 @@ def fail_in_hop(t, hop, how):
 def test_a_rank_that_fails_in_a_hop_stops_the_others(how, operation, hop):
     """Those that it has no rows for in that hop find out in their next call."""
     case = Case("failing", tokens=(6,), num_experts=8, topk=8)
+    all_made = threading.Barrier(4)  # what a failing rank had sent may be lost with it
 
     def on_rank(t):
         x, _, weights, dy = inputs(case, t.rank)
@@ -247,6 +249,7 @@ def test_a_rank_that_fails_in_a_hop_stops_the_others(how, operation, hop):
             "combine": lambda: a2a.combine(d.rows.detach(), d.handle),
             "backward": lambda: y.backward(dy),
         }[operation]
+        all_made.wait(30)
         a2a.timeout_s = LIMIT_S
         if t.rank == VICTIM:
             fail_in_hop(t, hop, how)
