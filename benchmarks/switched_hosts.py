@@ -1,8 +1,16 @@
-"""Hosts on one switch with shaped links, made of network namespaces; needs root and iproute2.
+"""Run a command on hosts that share a switch and have shaped links: network namespaces.
+
+    sudo .venv/bin/python benchmarks/switched_hosts.py --hosts 2 --ranks 2 --gbit 1 -- \\
+        -m fp4comm bench --arrive packed --route flat,two_hop
+
+Needs root and iproute2.  What comes after -- are arguments of Python; each host runs them on its
+ranks as a job of torch.distributed, with one kernel thread each; gloo is its network.
 
 Each host is a namespace with one link to a bridge, which is in a namespace of its own; both ends of
 a link send through a token bucket (tc tbf) of its rate, so that what comes to a host is limited
 too.  Namespaces carry this process's id in their names and are taken down whatever happens.
+
+Exit code: 0; 1 if a rank failed; 2 without root or iproute2, or for a wrong argument.
 """
 
 from __future__ import annotations
@@ -10,13 +18,15 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from two_hosts import INTERFACE, LAST_WORDS_S, PREFIX, Link, remove, run
+import click
+from two_hosts import INTERFACE, LAST_WORDS_S, PREFIX, Link, check_usable, remove, run, stop
 
 ADDRESS = "10.99.5.{}"
 MASTER_PORT = 29557
@@ -96,3 +106,24 @@ def run_on_hosts(hosts: Sequence[str], ranks_per_host: int, arguments: Sequence[
     if any(process.wait() != 0 for process in ranks):
         raise SystemExit(1)
     return printed
+
+
+@click.command(context_settings={"ignore_unknown_options": True})
+@click.option("--hosts", type=click.IntRange(2, 250), default=2, show_default=True)
+@click.option("--ranks", type=click.IntRange(1), default=1, show_default=True, help="Of a host.")
+@click.option("--gbit", default=1.0, show_default=True, help="Rate of a link, 10^9 bit/s.")
+@click.option("--mtu", default=1500, show_default=True, help="Of a link.")
+@click.option("--burst-kib", default=256, show_default=True, help="Of the token bucket.")
+@click.argument("arguments", nargs=-1, required=True)
+def main(
+    hosts: int, ranks: int, gbit: float, mtu: int, burst_kib: int, arguments: tuple[str, ...]
+) -> None:
+    """Run Python with ARGUMENTS as ranks on hosts that are network namespaces."""
+    check_usable()
+    signal.signal(signal.SIGTERM, stop)
+    with switched_hosts(hosts, Link(gbit, burst_kib, mtu, None)) as names:
+        click.echo(run_on_hosts(names, ranks, arguments), nl=False)
+
+
+if __name__ == "__main__":
+    main()

@@ -32,7 +32,7 @@ PREFIX = "fp4comm"  # of the namespaces: fp4comm-PID-rank
 INTERFACE = "link0"
 NETWORK, ADDRESSES = "10.99.4.0/24", ("10.99.4.1", "10.99.4.2")
 MASTER_PORT = 29555
-QUEUE_MS = 50  # what the bucket lets wait before it drops
+QUEUE_MS = 250  # what the bucket lets wait before it drops: more than three peers send at once
 LAST_WORDS_S = 10.0  # for a rank to fail by itself once its peer has
 
 
