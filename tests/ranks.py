@@ -6,6 +6,7 @@ into the message of the failing test.
 
 import contextlib
 import os
+import random
 import shutil
 import signal
 import socket
@@ -37,7 +38,7 @@ def torch_ranks(num_ranks, script, *args, timeout=60, env=None):
     Returns a list of CompletedProcess, one a rank; else as `mpirun`.
     """
     command = [sys.executable, str(SCRIPTS / script), *map(str, args)]
-    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
+    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     where["WORLD_SIZE"] = str(num_ranks)
     envs = [where | {"RANK": str(rank)} | (env or {}) for rank in range(num_ranks)]
     return _run([command] * num_ranks, envs, timeout)
@@ -65,10 +66,13 @@ def _mpirun():
     return found
 
 
-def _free_port():
-    with socket.socket() as listening:
-        listening.bind(("127.0.0.1", 0))
-        return listening.getsockname()[1]
+def free_port():
+    """Find a port that nobody has, below those that the system gives to mpirun and others."""
+    for port in random.sample(range(15000, 30000), 100):
+        with contextlib.suppress(OSError), socket.socket() as listening:
+            listening.bind(("127.0.0.1", port))
+            return port
+    raise AssertionError("no free port among 100")
 
 
 def _run(commands, envs, timeout):

@@ -6,7 +6,6 @@ NCCL 2.30 or newer: FP4COMM_NCCL names its library, packed or not, or its folder
 
 import json
 import os
-import socket
 import sys
 from pathlib import Path
 
@@ -59,7 +58,7 @@ def launch(nccl):
     """Run a program on ranks; return CompletedProcess."""
 
     def run(num_ranks, *program, nodes=1):
-        env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+        env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(ranks.free_port())}
         command = (GPU_TESTS / "limited.py", LIMIT_S, *program)
         if nodes == 1 and torch.cuda.device_count() >= num_ranks:
             return ranks.mpirun(num_ranks, *command, timeout=LIMIT_S + 30, env=env)
@@ -92,12 +91,6 @@ def mps():
     except one_gpu.SetupError:
         return ("--no-mps",)
     return ()
-
-
-def free_port():
-    with socket.socket() as listening:
-        listening.bind(("127.0.0.1", 0))
-        return listening.getsockname()[1]
 
 
 PROGRAM = GPU_TESTS / "rank_program.py"
