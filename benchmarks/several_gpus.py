@@ -1,0 +1,149 @@
+"""All there is to measure on the GPUs of one machine, one rank each, in about ten minutes.
+
+    python benchmarks/several_gpus.py -n 4 --out results
+    python benchmarks/several_gpus.py -n 4 --out results --one-gpu --nccl FOLDER    # a rehearsal
+
+First rounds, mistakes, streams and gradients on real ranks, byte for byte against the CPU; then the
+links, as `fp4comm bench --calibrate` finds them; dispatch and combine in every wire format against
+the plain all-to-all of BF16 rows, on uniform, skewed and recorded routing; what `fp4comm plan` says
+of the same; and the training of `train_moe.py`, as many steps with each wire as the first makes in
+the time it has.  A step that fails or takes too long does not keep the next from running.
+
+--one-gpu lets the ranks share one GPU, by one_gpu.py, which takes --nccl.  NVLink's multicast stays
+off: fp4comm does not use it.
+
+Exit code: 0; 1 if a step failed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import click
+from one_gpu import ROOT_VARIABLES, mpirun
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent
+NO_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
+WIRES = "bf16,fp8,mxfp8,mxfp4"
+SHAPES = {"7168": "128,512,4096", "2048": "3072"}  # hidden: tokens, of top-8 of 256 experts
+SKEWS = {"uniform": "0", "skewed": "1"}
+POLICIES = "bf16,fp8,mxfp4"
+ENDING_S = 10.0  # for a step that is told to end
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """A command of Python's, what it may take, and whether ranks run it."""
+
+    name: str
+    arguments: tuple[str, ...]
+    limit_s: float
+    on_ranks: bool = True
+
+
+def steps(num_ranks: int, out: Path, train_s: float) -> Iterator[Step]:
+    """Everything, in order."""
+    program = str(ROOT / "tests" / "gpu" / "rank_program.py")
+    yield Step("tests", (program, "nccl", "rounds", "mistakes", "streams", "gradients"), 180)
+    fp4comm, cuda = ("-m", "fp4comm"), ("--device", "cuda")
+    links = out / f"links_{num_ranks}_gpus.toml"
+    yield Step("links", (*fp4comm, "bench", *cuda, "--calibrate", str(links)), 90)
+    for routing, skew in SKEWS.items():
+        for hidden, tokens in SHAPES.items():
+            name = f"{routing}_{hidden}"
+            sizes = ("--hidden", hidden, "--tokens", tokens, "--experts", "256", "--topk", "8")
+            routed = ("--skew", skew, "--wire", WIRES)
+            json_file = str(file_of(out, name, num_ranks))
+            bench = (*fp4comm, "bench", *cuda, *sizes, *routed, "--json", json_file)
+            yield Step(name, bench, 90)
+    data = (f"--data={file}" for file in sorted((ROOT / "tests" / "data").glob("*.safetensors")))
+    json_file = str(file_of(out, "recorded", num_ranks))
+    bench = (*fp4comm, "bench", *cuda, *data, "--wire", WIRES, "--json", json_file)
+    yield Step("recorded", bench, 60)
+    for hidden, tokens in SHAPES.items():
+        of = ("--ranks-per-node", str(num_ranks), "--hidden", hidden, "--wire", WIRES)
+        for count in tokens.split(","):
+            for topology in ("hgx-h200-400g", str(links)):
+                name = f"plan_{Path(topology).stem}_{hidden}_{count}"
+                json_file = str(file_of(out, name, num_ranks))
+                plan = (*fp4comm, "plan", "--topology", topology, *of, "--tokens", count)
+                yield Step(name, (*plan, "--json", json_file), 60, on_ranks=False)
+    train = (str(HERE / "train_moe.py"), "--preset", "h200", *cuda, "--policies", POLICIES)
+    till = ("--seconds", str(train_s), "--json", str(file_of(out, "train", num_ranks)))
+    yield Step("train", (*train, *till), 60 + 1.5 * train_s * len(POLICIES.split(",")))
+
+
+def file_of(out: Path, name: str, num_ranks: int) -> Path:
+    """Where a step writes."""
+    return out / f"{name}_{num_ranks}_gpus.json"
+
+
+def run(step: Step, launcher: list[str], out: Path) -> str:
+    """Run a step, with what it prints in a file; say how it ended."""
+    command = [*(launcher if step.on_ranks else []), sys.executable, *step.arguments]
+    environment = {**os.environ, **NO_MULTICAST, **ROOT_VARIABLES}
+    with (out / f"{step.name}.txt").open("w") as log:
+        process = subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT)
+        try:
+            code = process.wait(step.limit_s)
+            return "ok" if code == 0 else f"exit code {code}"
+        except subprocess.TimeoutExpired:
+            return f"not over after {step.limit_s:.0f} s"
+        finally:
+            stop(process)
+
+
+def stop(process: subprocess.Popen[bytes]) -> None:
+    """End what is still running; launchers end their ranks."""
+    if process.poll() is None:
+        process.terminate()
+        try:
+            process.wait(ENDING_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+@click.command()
+@click.option("-n", "--ranks", type=click.IntRange(min=2), required=True, help="GPUs.")
+@click.option(
+    "--out",
+    type=click.Path(file_okay=False, path_type=Path),
+    required=True,
+    help="Folder for JSON files, and for what each step prints.",
+)
+@click.option("--train-s", default=60.0, show_default=True, help="Seconds of the first training.")
+@click.option("--only", help="Steps, by the start of their names, separated by commas.")
+@click.option("--one-gpu", is_flag=True, help="Let the ranks share one GPU.")
+@click.option("--nccl", type=click.Path(exists=True), help="As one_gpu.py takes it.")
+def main(
+    ranks: int, out: Path, train_s: float, only: str | None, one_gpu: bool, nccl: str | None
+) -> None:
+    """Test and measure on several GPUs of this machine."""
+    if nccl is not None and not one_gpu:
+        raise click.UsageError("nccl: expected with --one-gpu, got it alone")
+    out.mkdir(parents=True, exist_ok=True)
+    launcher = [mpirun(), "--oversubscribe", "--bind-to", "none", "-n", str(ranks)]
+    if one_gpu:
+        of_nccl = [] if nccl is None else ["--nccl", nccl]
+        launcher = [sys.executable, str(HERE / "one_gpu.py"), "-n", str(ranks), *of_nccl, "--"]
+    failed = 0
+    chosen = tuple(only.split(",")) if only else ("",)
+    for step in steps(ranks, out.resolve(), train_s):
+        if step.name.startswith(chosen):
+            start = time.monotonic()
+            ended = run(step, launcher, out)
+            failed += ended != "ok"
+            click.echo(f"{step.name:32} {time.monotonic() - start:6.1f} s  {ended}")
+    sys.exit(1 if failed else 0)
+
+
+if __name__ == "__main__":
+    main()
