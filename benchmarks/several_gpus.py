@@ -31,6 +31,7 @@ from one_gpu import ROOT_VARIABLES, mpirun
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
 NO_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
+FP4COMM, CUDA = ("-m", "fp4comm"), ("--device", "cuda")
 WIRES = "bf16,fp8,mxfp8,mxfp4"
 SHAPES = {"7168": "128,512,4096", "2048": "3072"}  # hidden: tokens, of top-8 of 256 experts
 SKEWS = {"uniform": "0", "skewed": "1"}
@@ -52,37 +53,35 @@ def steps(num_ranks: int, out: Path, train_s: float) -> Iterator[Step]:
     """Everything, in order."""
     program = str(ROOT / "tests" / "gpu" / "rank_program.py")
     yield Step("tests", (program, "nccl", "rounds", "mistakes", "streams", "gradients"), 180)
-    fp4comm, cuda = ("-m", "fp4comm"), ("--device", "cuda")
     links = out / f"links_{num_ranks}_gpus.toml"
-    yield Step("links", (*fp4comm, "bench", *cuda, "--calibrate", str(links)), 90)
+    yield Step("links", (*FP4COMM, "bench", *CUDA, "--calibrate", str(links)), 90)
+
+    def bench(name: str, *options: str) -> Step:
+        command = (*FP4COMM, "bench", *CUDA, *options, "--wire", WIRES)
+        return Step(name, (*command, "--json", file_of(out, name, num_ranks)), 90)
+
     for routing, skew in SKEWS.items():
         for hidden, tokens in SHAPES.items():
-            name = f"{routing}_{hidden}"
             sizes = ("--hidden", hidden, "--tokens", tokens, "--experts", "256", "--topk", "8")
-            routed = ("--skew", skew, "--wire", WIRES)
-            json_file = str(file_of(out, name, num_ranks))
-            bench = (*fp4comm, "bench", *cuda, *sizes, *routed, "--json", json_file)
-            yield Step(name, bench, 90)
-    data = (f"--data={file}" for file in sorted((ROOT / "tests" / "data").glob("*.safetensors")))
-    json_file = str(file_of(out, "recorded", num_ranks))
-    bench = (*fp4comm, "bench", *cuda, *data, "--wire", WIRES, "--json", json_file)
-    yield Step("recorded", bench, 60)
+            yield bench(f"{routing}_{hidden}", *sizes, "--skew", skew)
+    files = sorted((ROOT / "tests" / "data").glob("*.safetensors"))
+    yield bench("recorded", *(f"--data={file}" for file in files))
     for hidden, tokens in SHAPES.items():
         of = ("--ranks-per-node", str(num_ranks), "--hidden", hidden, "--wire", WIRES)
         for count in tokens.split(","):
             for topology in ("hgx-h200-400g", str(links)):
                 name = f"plan_{Path(topology).stem}_{hidden}_{count}"
-                json_file = str(file_of(out, name, num_ranks))
-                plan = (*fp4comm, "plan", "--topology", topology, *of, "--tokens", count)
-                yield Step(name, (*plan, "--json", json_file), 60, on_ranks=False)
-    train = (str(HERE / "train_moe.py"), "--preset", "h200", *cuda, "--policies", POLICIES)
-    till = ("--seconds", str(train_s), "--json", str(file_of(out, "train", num_ranks)))
+                plan = (*FP4COMM, "plan", "--topology", topology, *of, "--tokens", count)
+                command = (*plan, "--json", file_of(out, name, num_ranks))
+                yield Step(name, command, 60, on_ranks=False)
+    train = (str(HERE / "train_moe.py"), "--preset", "h200", *CUDA, "--policies", POLICIES)
+    till = ("--seconds", str(train_s), "--json", file_of(out, "train", num_ranks))
     yield Step("train", (*train, *till), 60 + 1.5 * train_s * len(POLICIES.split(",")))
 
 
-def file_of(out: Path, name: str, num_ranks: int) -> Path:
+def file_of(out: Path, name: str, num_ranks: int) -> str:
     """Where a step writes."""
-    return out / f"{name}_{num_ranks}_gpus.json"
+    return str(out / f"{name}_{num_ranks}_gpus.json")
 
 
 def run(step: Step, launcher: list[str], out: Path) -> str:
