@@ -17,6 +17,7 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Protocol
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
@@ -119,22 +120,35 @@ class Fp8Products:
     def rows_times_weights(
         self, rows: Operand, weights: torch.Tensor, layout: ExpertLayout
     ) -> torch.Tensor:
-        """See `Products`; bfloat16."""
+        """See `Products`; bfloat16.
+
+        Padding is multiplied with an expert's rows: it is zero, and the results fit together.
+        """
         codes, scales = rows.packed.to_fp8_rows(rows.layout, "column")
         weight_codes, weight_scales = block_codes(weights)
-        shape = layout.num_expert_rows, weights.shape[1]
-        out = torch.zeros(shape, dtype=torch.bfloat16, device=codes.device)
-        for expert, live in _live_rows(layout, TILE_ROWS):
-            out[live] = F.scaled_mm(
-                codes[live],
-                weight_codes[expert].t(),
-                _by_column(scales[live]),
+        sizes = np.diff(layout.expert_offsets_array).tolist()
+        parts = zip(
+            codes.split(sizes),
+            weight_codes.transpose(1, 2).unbind(),
+            _segments(scales, layout, sizes),
+            weight_scales.transpose(1, 2).unbind(),
+            strict=True,
+        )
+        found = [
+            F.scaled_mm(
+                of_rows,
+                of_weights,
+                row_scales,
                 F.ScalingType.BlockWise1x128,
-                weight_scales[expert].t(),
+                scales_of_weights,
                 F.ScalingType.BlockWise128x128,
                 output_dtype=torch.bfloat16,
             )
-        return out
+            for of_rows, of_weights, row_scales, scales_of_weights in parts
+            if len(of_rows)
+        ]
+        nothing = torch.empty((0, weights.shape[1]), dtype=torch.bfloat16, device=codes.device)
+        return torch.cat(found or [nothing])
 
     def weight_gradients(
         self, grad: Operand, rows: Operand, layout: ExpertLayout
@@ -143,17 +157,19 @@ class Fp8Products:
         grads, grad_scales = grad.packed.to_fp8_columns(grad.layout)
         values, scales = rows.packed.to_fp8_columns(rows.layout)
         segments = dict(_live_rows(layout, TILE_ROWS))
+        grad_tiles, row_tiles = _first_tiles(grad, layout), _first_tiles(rows, layout)
         for expert in range(len(layout.num_rows_list)):
             live = segments.get(expert)
             if live is None:
                 yield None
                 continue
+            num_tiles = (live.stop - live.start) // TILE_ROWS
             yield F.scaled_mm(
                 grads[:, live],
                 values[:, live].t(),
-                grad_scales[_tiles(grad, layout, expert, live)].t(),
+                grad_scales.narrow(0, grad_tiles[expert], num_tiles).t(),
                 F.ScalingType.BlockWise1x128,
-                scales[_tiles(rows, layout, expert, live)].t(),
+                scales.narrow(0, row_tiles[expert], num_tiles).t(),
                 F.ScalingType.BlockWise1x128,
                 output_dtype=torch.float32,
             )
@@ -192,14 +208,26 @@ def _live_rows(layout: ExpertLayout, multiple: int = 1) -> Iterator[tuple[int, s
             yield expert, slice(start, start - (-num_rows // multiple) * multiple)
 
 
-def _tiles(operand: Operand, layout: ExpertLayout, expert: int, live: slice) -> slice:
-    """Tiles of an expert's FP8 columns: those of a layout restart at each expert."""
-    first = live.start // TILE_ROWS
-    if operand.layout is not None:
-        first = sum(-(-rows // TILE_ROWS) for rows in layout.num_rows_list[:expert])
-    return slice(first, first + (live.stop - live.start) // TILE_ROWS)
+def _first_tiles(operand: Operand, layout: ExpertLayout) -> list[int]:
+    """First tile of each expert in FP8 columns: those of a layout restart at each expert."""
+    if operand.layout is None:
+        return (layout.expert_offsets_array // TILE_ROWS).tolist()
+    tiles = -(-np.array(layout.num_rows_list, np.int64) // TILE_ROWS)
+    return (np.cumsum(tiles) - tiles).tolist()
 
 
-def _by_column(scales: torch.Tensor) -> torch.Tensor:
-    """Copy scales of some rows to strides ``(1, rows)``."""
-    return scales.t().clone(memory_format=torch.contiguous_format).t()
+def _segments(
+    scales: torch.Tensor, layout: ExpertLayout, sizes: list[int]
+) -> Iterator[torch.Tensor]:
+    """Copy scales, so that those of each segment have strides ``(1, rows)``: all in one pass."""
+    num_rows, groups = scales.shape
+    offsets = layout.expert_offsets
+    counts = offsets.diff()
+    of_row = counts.repeat_interleave(counts, output_size=num_rows)
+    first = offsets[:-1].repeat_interleave(counts, output_size=num_rows)
+    places = first * (groups - 1) + torch.arange(num_rows, device=scales.device)
+    group = torch.arange(groups, device=scales.device)[:, None]
+    packed = torch.empty(num_rows * groups, device=scales.device)
+    packed.scatter_(0, torch.addcmul(places, group, of_row).flatten(), scales.t().flatten())
+    parts = packed.split([groups * size for size in sizes])
+    return (part.view(groups, -1).t() for part in parts)
