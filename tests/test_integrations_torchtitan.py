@@ -1,0 +1,27 @@
+"""The adapter for torchtitan inside its MoE block, on CPU ranks: mpi/torchtitan_layers.py."""
+
+import subprocess
+import sys
+
+import pytest
+import ranks
+
+INSTALL = "pip install --no-deps torchtitan==0.3.0 spmd_types==0.2.3 tyro docstring_parser typeguard triton"
+
+
+def test_blocks_on_four_ranks():
+    """Four ranks are one group of experts, then two."""
+    for name in ("torchtitan", "spmd_types", "tyro", "triton"):
+        pytest.importorskip(name, reason=INSTALL)
+    quiet = {"PYTHONWARNINGS": "ignore"}
+    runs = ranks.torch_ranks(4, "torchtitan_layers.py", "cpu", 4, 2, timeout=240, env=quiet)
+    ranks.passed(*runs)
+    for num in (4, 2):
+        assert all(f"{num} right with spmd_types" in run.stdout for run in runs)
+
+
+def test_without_torchtitan_the_error_says_what_to_install():
+    code = "import sys; sys.modules['torchtitan'] = None; import fp4comm.integrations.torchtitan"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert "ImportError: fp4comm.integrations.torchtitan needs torchtitan" in done.stderr
+    assert "pip install torchtitan==0.3.0" in done.stderr
