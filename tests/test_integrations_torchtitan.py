@@ -6,13 +6,13 @@ import sys
 import pytest
 import ranks
 
-INSTALL = "pip install --no-deps torchtitan==0.3.0 spmd_types==0.2.3 tyro docstring_parser typeguard triton"
+NEEDED = "torchtitan==0.3.0 spmd_types==0.2.3 tyro docstring_parser triton"
 
 
 def test_blocks_on_four_ranks():
     """Four ranks are one group of experts, then two."""
     for name in ("torchtitan", "spmd_types", "tyro", "triton"):
-        pytest.importorskip(name, reason=INSTALL)
+        pytest.importorskip(name, reason=f"pip install --no-deps {NEEDED}")
     quiet = {"PYTHONWARNINGS": "ignore"}
     runs = ranks.torch_ranks(4, "torchtitan_layers.py", "cpu", 4, 2, timeout=240, env=quiet)
     ranks.passed(*runs)

@@ -95,7 +95,7 @@ class TokenDispatcher(BaseEPTokenDispatcher):
         topk_scores_TK: torch.Tensor,
         topk_expert_ids_TK: torch.Tensor,
         num_local_tokens_per_expert_E: torch.Tensor,
-    ) -> tuple[torch.Tensor, torch.Tensor, Handle]:
+    ) -> tuple[torch.Tensor | None, torch.Tensor, Handle]:
         """Send tokens to their experts; shapes as torchtitan's names say.
 
         Returns:
@@ -106,8 +106,16 @@ class TokenDispatcher(BaseEPTokenDispatcher):
             RuntimeError: under torch.compile, or where SPMD types are checked.
             ValueError, TypeError, TimeoutError: as `AllToAll.dispatch`.
         """
+        if torch.compiler.is_compiling():
+            raise RuntimeError(
+                'compile.components: expected without "model" with fp4comm\'s dispatcher (the host'
+                " reads the counts, and an exchange is not compiled)"
+            )
         if spmd_types.is_type_checking():
-            raise RuntimeError("spmd_typecheck: expected off, rows that arrive have no SPMD type")
+            raise RuntimeError(
+                "debug.spmd_typechecking: expected False with fp4comm's dispatcher, got True (rows"
+                " that arrive have no SPMD type)"
+            )
         d = self.a2a.dispatch(x_TD, topk_expert_ids_TK, topk_scores_TK)
         return d.rows, d.expert_offsets.diff(), d.handle
 

@@ -18,6 +18,7 @@ import spmd_types as spmd
 import torch
 import torch.distributed as dist
 from framework_layers import close_rows, equal_rows, start_ranks
+from spmd_types.checker import typecheck
 from torch.utils.checkpoint import checkpoint
 from torchtitan.config.override import OverrideConfig, apply_overrides
 from torchtitan.distributed import ParallelDims, parallel_dims
@@ -189,6 +190,8 @@ def check_mistakes():
     block = config_of_block(dispatch="mxfp4").build()
     with raises(ValueError, "expert_parallel_degree: expected more than 1"):
         block.routed_experts.token_dispatcher.wire_meshes(ep_mesh=None)
+    with typecheck(local=False), raises(RuntimeError, "debug.spmd_typechecking: expected False"):
+        block.routed_experts.token_dispatcher.dispatch(None, None, None, None)
 
 
 def main(ep_sizes):
