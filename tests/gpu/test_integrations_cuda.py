@@ -1,7 +1,7 @@
-"""Adapters inside Megatron-Core and torchtitan on a GPU: mpi/megatron_layers.py, torchtitan_layers.py.
+"""Layers of Megatron-Core and blocks of torchtitan on a GPU: mpi/megatron_layers.py and the like.
 
-Two ranks share a GPU over gloo, or have one each with NCCL.  Megatron's all-to-all dispatcher, which
-needs a CUDA stream, and recomputed layers are compared here alone.
+Two ranks share a GPU over gloo, or have one each with NCCL.  Here alone: Megatron's all-to-all
+dispatcher, which needs a CUDA stream, and recomputed layers.
 """
 
 import pytest
