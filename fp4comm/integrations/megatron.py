@@ -4,11 +4,10 @@ Run with megatron-core 0.16.1.  The routing probabilities travel with the rows, 
 them, as Megatron's do; gradients of both go back.  Experts of any kind get BF16 rows;
 `SwiGLUExperts` multiply what the wire rows stand for, in FP8 on a Hopper GPU.
 
-Not supported, and refused when `use` is called: expert tensor parallelism, padding to capacity,
-shared experts and expert-parallel communication that overlap with other work, CUDA graphs of an
-MoE layer, parameters that are not BF16.  Token dropping, padding of the rows for quantization,
-shared experts, recomputation, latent MoE, and sequence, pipeline and data parallelism need
-nothing of the dispatcher.
+Refused when `use` is called: expert tensor parallelism, padding to capacity, shared experts and
+expert-parallel communication that overlap with other work, CUDA graphs of an MoE layer, and
+parameters that are not BF16.  Token dropping only leaves slots empty, and padding of the rows for
+quantization becomes ``expert_alignment``.
 """
 
 from __future__ import annotations
@@ -133,8 +132,9 @@ class TokenDispatcher(MoETokenDispatcher):
         num_experts, topk = routing_map.shape[1], self.config.moe_router_topk
         self.hidden_shape, self.routing_map = hidden_states.shape, routing_map
         # Distinct keys make the choice and its order the same in every run: by ascending expert.
-        backwards = torch.arange(num_experts, 0, -1, device=routing_map.device)
-        keys = (routing_map * backwards).topk(topk, dim=1).values
+        device, dtype = routing_map.device, torch.int32
+        backwards = torch.arange(num_experts, 0, -1, device=device, dtype=dtype)
+        keys = (routing_map * backwards).topk(topk, dim=1).values.long()
         self.topk_idx = torch.where(keys > 0, num_experts - keys, -1)
         weights = probs.gather(1, self.topk_idx.clamp(min=0))
         return hidden_states.reshape(-1, self.hidden_shape[-1]), weights

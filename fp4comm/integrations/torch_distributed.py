@@ -225,7 +225,8 @@ class Move:
             return lent(self.transport, f"{name} {part}", self.timeout_s, label)
 
         exchange = hops.Exchange(self.transport, phase, label)
-        return PackedRows(*exchange(sent, splits.send, splits.recv), wire, self.hidden).to_bf16()
+        payload, scales = exchange(sent, splits.send, splits.recv)
+        return PackedRows(payload, scales, wire, self.hidden).to_bf16()
 
 
 class AllToAllRows(torch.autograd.Function):

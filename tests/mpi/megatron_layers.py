@@ -235,6 +235,14 @@ def check_recomputed(groups):
         equal_rows(got, want)
 
 
+def check_padding_for_quantization(groups):
+    """The alignment that the config wants becomes that of the segments."""
+    layer = make_layer(groups, MoESubmodules(experts=KnownExperts, router=GivenRouter))
+    layer.config.moe_router_padding_for_quantization = True
+    megatron.use(layer)
+    assert layer.token_dispatcher.a2a.expert_alignment == 16
+
+
 def check_mistakes(groups, alone):
     """What is not supported is said at once, and what one rank does wrong on all."""
     with raises(ValueError, "model: expected one with a MoELayer, got Linear"):
@@ -291,6 +299,7 @@ def main(ep_sizes):
         check_contract(groups, "bf16", None)
         check_contract(groups, "fp8", 16)
         check_own_experts(groups, alone)
+        check_padding_for_quantization(groups)
         check_mistakes(groups, alone)
         if DEVICE != "cpu":
             check_recomputed(groups)
