@@ -153,6 +153,7 @@ ALL_EXPERTS_FUNCTIONS.register(NAME, experts_forward)
 
 def apply_experts(module: Any, d: Dispatched) -> torch.Tensor:
     """Apply this rank's experts to the rows that arrived, as the model's own functions would."""
+    assert d.rows is not None  # they arrive in BF16
     out = _linear(module, "gate_up_proj" if module.has_gate else "up_proj", d.rows, d)
     out = module._apply_gate(out) if module.has_gate else module.act_fn(out)
     out = _linear(module, "down_proj", out, d)
