@@ -19,6 +19,7 @@ import torch.nn.functional as F
 
 from fp4comm import autograd, check, products
 from fp4comm.all_to_all import AllToAll
+from fp4comm.dispatched import Dispatched
 from fp4comm.eager import uncompiled
 from fp4comm.products import Operand, Products
 from fp4comm.routing import ExpertLayout
@@ -84,12 +85,29 @@ def swiglu(
         check.one_of("cache", cache, CACHES)
 
     d = a2a._dispatch(x, topk_idx, topk_weights, False, "packed", check_more).wait()
+    return a2a.combine(apply(a2a, d, gate_up, down, cache=cache), d.handle, weighted=False)
+
+
+def apply(
+    a2a: AllToAll,
+    d: Dispatched,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    *,
+    cache: str = "packed",
+) -> torch.Tensor:
+    """Apply the experts to packed rows that were dispatched; what `swiglu` does between exchanges.
+
+    Args as there; the rows' gradient goes to ``d.rows``, which stands for them.
+
+    Returns:
+        ``[M, hidden]`` bfloat16, weighted: for `AllToAll.combine` with ``weighted=False``.
+    """
     widths = a2a.hidden, gate_up.shape[1] // 2
     multiply = products.of(gate_up.device, widths, a2a.expert_alignment)
     options = Options(a2a, multiply, cache, d.handle.layout)
     arrived = Operand(d.packed, d.handle.layout)
-    out = SwiGLU.apply(d.rows, d.row_weights, gate_up, down, arrived, options)
-    return a2a.combine(out, d.handle, weighted=False)
+    return SwiGLU.apply(d.rows, d.row_weights, gate_up, down, arrived, options)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -46,7 +46,9 @@ ALLOWED = {
         "packed", "precision", "routing", "transport",
     },
     "products": {"formats", "packed", "routing"},
-    "experts": {"all_to_all", "autograd", "check", "eager", "products", "routing"},
+    "experts": {
+        "all_to_all", "autograd", "check", "dispatched", "eager", "products", "routing",
+    },
 }  # fmt: skip
 
 # Operations that the reference and every codec have under the same name.
