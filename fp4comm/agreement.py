@@ -23,8 +23,8 @@ WIRE_VERSION = 1
 MESSAGE_WORDS = 64  # int64 words of the first message to each rank, whatever the call
 
 ERROR_TYPES: tuple[type[Exception], ...] = (ValueError, TypeError, RuntimeError)
-OPERATIONS = ("AllToAll(...)", "dispatch", "a command's arguments")
-MAKE, DISPATCH, COMMAND = range(3)
+OPERATIONS = ("AllToAll(...)", "dispatch", "a command's arguments", "all_to_all_rows")
+MAKE, DISPATCH, COMMAND, ROWS = range(4)
 DTYPES = ("bfloat16", "float8_e4m3fn with float32 scales")
 DEVICES = ("on the CPU", "on a GPU")
 WEIGHTS = ("topk_weights given", "no topk_weights")
@@ -55,6 +55,8 @@ class Fingerprint:
     weights: int = 0
     gradient: int = 0
     wire_version: int = WIRE_VERSION
+    wire: int = 0  # of all_to_all_rows
+    grad_wire: int = 0
 
 
 FINGERPRINT_FIELDS = tuple(field.name for field in dataclasses.fields(Fingerprint))
@@ -80,7 +82,9 @@ FIELD_WORDS = {
     "route": ROUTES,
     "weights": WEIGHTS,
     "gradient": GRADIENTS,
-    **dict.fromkeys(("dispatch", "combine", "dispatch_grad", "combine_grad"), WIRES),
+    **dict.fromkeys(
+        ("dispatch", "combine", "dispatch_grad", "combine_grad", "wire", "grad_wire"), WIRES
+    ),
 }
 
 

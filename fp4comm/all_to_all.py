@@ -504,22 +504,7 @@ class AllToAll:
     # Checks and bookkeeping
 
     def _rows(self, x: Any) -> check.Rows:
-        rows = check.rows("x", _autocast(x), (torch.bfloat16,), self.hidden)
-        device, expected = _device_of(rows), self._transport.device
-        codec.of(device)  # there must be one
-        if expected is not None and device != expected:
-            raise ValueError(
-                f'x: expected on {expected}, the device of transport "{self._transport.name}", got'
-                f" {device}"
-            )
-        if device.type == "cuda" and self._transport.cuda_missing is not None:
-            raise RuntimeError(f"x: expected on the CPU: {self._transport.cuda_missing}")
-        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            raise RuntimeError(
-                "x: expected outside of a CUDA graph's capture: the counts are read by the host,"
-                " and an exchange is not captured"
-            )
-        return rows
+        return rows_for(self._transport, "x", x, self.hidden)
 
     def _check_arguments(self) -> None:
         self.num_experts = check.positive_int("num_experts", self.num_experts)
@@ -643,6 +628,36 @@ class AllToAll:
     def _local(self, counts: Any) -> Any:
         """Columns of this rank's experts: ranks with fewer leave the last one empty."""
         return counts[:, : self._placement.num_local_experts(self._transport.rank)]
+
+
+def rows_for(transport: Transport, name: str, x: Any, hidden: int | None = None) -> check.Rows:
+    """Check rows that are to travel by a transport: their form, and that they are where it can.
+
+    Args:
+        transport: of this rank.
+        name: what error texts call them.
+        x: as for `AllToAll.dispatch`.
+        hidden: which they have to have; None: any.
+
+    Returns:
+        contiguous and detached, cast under autocast.
+    """
+    rows = check.rows(name, _autocast(x), (torch.bfloat16,), hidden)
+    device, expected = _device_of(rows), transport.device
+    codec.of(device)  # there must be one
+    if expected is not None and device != expected:
+        raise ValueError(
+            f'{name}: expected on {expected}, the device of transport "{transport.name}", got'
+            f" {device}"
+        )
+    if device.type == "cuda" and transport.cuda_missing is not None:
+        raise RuntimeError(f"{name}: expected on the CPU: {transport.cuda_missing}")
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            f"{name}: expected outside of a CUDA graph's capture: the counts are read by the host,"
+            " and an exchange is not captured"
+        )
+    return rows
 
 
 def _codes(rows: check.Rows) -> torch.Tensor:

@@ -1,10 +1,15 @@
 """The conformance test of adapters, and the torch.distributed adapter, on ranks."""
 
 import conformance
+import numpy as np
 import pytest
+import ranks
+import row_exchanges
 import torch
 
-from fp4comm import AllToAll, Precision, transport
+import fp4comm
+from fp4comm import AllToAll, Precision, all_to_all_rows, quantize, transport
+from fp4comm.integrations import torch_distributed
 
 HIDDEN = 64
 
@@ -76,3 +81,135 @@ def test_conformance_finds(mistake):
             conformance.check(moe, t, num_experts=4, hidden=HIDDEN, trains=True)
 
     transport.run_local(2, on_rank)
+
+
+SPLITS = [  # SPLITS[i][j]: rows that rank i sends to rank j
+    pytest.param([[3]], id="one rank"),
+    pytest.param([[0, 0], [0, 0]], id="none"),
+    pytest.param([[1, 2, 0], [0, 0, 5], [4, 0, 0]], id="ragged"),
+    pytest.param([[7, 0, 0], [7, 0, 0], [7, 0, 0]], id="all to one"),
+    pytest.param([[0, 0], [4, 3]], id="from one"),
+    pytest.param(np.random.default_rng(0).integers(0, 40, (4, 4)).tolist(), id="random"),
+]
+
+
+@pytest.mark.parametrize("splits", SPLITS)
+@pytest.mark.parametrize(("wire", "grad_wire"), [("mxfp4", "bf16"), ("fp8", "mxfp8")])
+def test_rows_and_gradients_go_where_splits_say(splits, wire, grad_wire):
+    transport.run_local(
+        len(splits), lambda t: row_exchanges.check_rows(t, t, splits, wire, grad_wire)
+    )
+
+
+def test_a_layer_of_row_exchanges_conforms():
+    def on_rank(t):
+        moe = row_exchanges.layer(t, t, 6, "mxfp4", "bf16")
+        conformance.check(moe, t, num_experts=6, hidden=HIDDEN, trains=True)
+
+    transport.run_local(3, on_rank)
+
+
+@pytest.mark.parametrize("kind", [list, tuple, torch.tensor, np.array, None])
+def test_splits_may_be_lists_tensors_arrays_or_none(kind):
+    def on_rank(t):
+        rows = torch.arange(4.0)[:, None].expand(4, 32).bfloat16() + 8 * t.rank
+        splits = (None, None) if kind is None else (kind([2, 2]), kind([2, 2]))
+        return all_to_all_rows(rows, *splits, t, "bf16")[:, 0].tolist()
+
+    assert transport.run_local(2, on_rank) == [[0, 1, 8, 9], [2, 3, 10, 11]]
+
+
+ROWS = torch.ones(4, 32, dtype=torch.bfloat16)
+EVEN = [2, 2]
+
+# What rank 1 does, its error, and its text; rank 0 does it right, with splits (EVEN, EVEN).
+WRONG_CALLS = {
+    "recv_splits: expected 2 rows from rank 0, as its send_splits has for this one, got 3": (
+        ValueError, {"recv_splits": [3, 2]}),
+    "send_splits: expected 4 together, as there are rows, got 5": (
+        ValueError, {"send_splits": [2, 3]}),
+    "send_splits: expected rows for each of 2 ranks, got shape [3]": (
+        ValueError, {"send_splits": [2, 2, 0]}),
+    "recv_splits: expected no negative rows, got -2 at [0]": (
+        ValueError, {"recv_splits": [-2, 2]}),
+    "recv_splits: expected integers, got float64": (TypeError, {"recv_splits": [2.0, 2.0]}),
+    "recv_splits: expected with send_splits, got None": (ValueError, {"recv_splits": None}),
+    "rows: expected bfloat16 or an FP8 pair (float8_e4m3fn codes, float32 scales), got float32": (
+        TypeError, {"rows": ROWS.float()}),
+    "rows: expected hidden to be a multiple of 32, got 31 (an MX block has 32 elements)": (
+        ValueError, {"rows": ROWS[:, :31]}),
+    "rows: expected shape [tokens, hidden], got [4, 4, 8]": (
+        ValueError, {"rows": ROWS.view(4, 4, 8)}),
+    "rows: expected a bfloat16 tensor, got a pair": (
+        TypeError, {"rows": (ROWS.to(torch.float8_e4m3fn), torch.ones(4, 1))}),
+    "hidden: expected 32 as on rank 0, got 64": (
+        ValueError, {"rows": torch.ones(4, 64, dtype=torch.bfloat16)}),
+    "wire: expected mxfp4 (even) as on rank 0, got fp8 (ceil)": (ValueError, {"wire": "fp8"}),
+    "grad_wire: expected bf16 as on rank 0, got mxfp8 (ceil)": (ValueError, {"grad_wire": "mxfp8"}),
+    "gradients wanted (requires_grad): expected none as on rank 0, got of x": (
+        ValueError, {"rows": ROWS.clone().requires_grad_()}),
+    "timeout_s: expected more than 0 seconds, got 0": (ValueError, {"timeout_s": 0}),
+}  # fmt: skip
+
+
+def test_a_mistake_is_the_same_error_on_all_ranks_and_leaves_them_usable():
+    def on_rank(t):
+        right = {"rows": ROWS, "send_splits": EVEN, "recv_splits": EVEN}
+        for text, (kind, wrong) in WRONG_CALLS.items():
+            with pytest.raises(kind) as caught:
+                all_to_all_rows(**(right | (wrong if t.rank else {})), group=t)
+            assert str(caught.value) == f"rank 1 of 2: {text}"
+            assert torch.equal(all_to_all_rows(**right, group=t), ROWS)
+
+    transport.run_local(2, on_rank, timeout_s=20)
+
+
+def test_splits_that_agree_in_sum_alone_are_found():
+    """Two mistakes that cancel out in every sum over ranks, and one between ranks 1 and 2 alone."""
+    wrong = torch.tensor([[0, 1, -1], [-1, 0, 1], [1, -1, 0]])
+
+    def on_rank(t):
+        for recv in (2 + wrong[t.rank], 2 + (wrong[t.rank] if t.rank else 0 * wrong[0])):
+            with pytest.raises(ValueError, match=r"rank [01] of 3: recv_splits: expected 2 rows"):
+                all_to_all_rows(ROWS[:1].expand(6, 32), [2, 2, 2], recv, t)
+
+    transport.run_local(3, on_rank, timeout_s=20)
+
+
+def test_a_failure_in_backward_stops_the_peers():
+    def on_rank(t):
+        y = all_to_all_rows(ROWS.clone().requires_grad_(), EVEN, EVEN, t).sum()
+        y.backward(retain_graph=t.rank == 1)
+        text = "stopped by rank 0: all_to_all_rows backward: RuntimeError: " if t.rank else ""
+        with pytest.raises(RuntimeError, match=text + "Trying to backward through the graph a sec"):
+            y.backward()
+
+    transport.run_local(2, on_rank, timeout_s=20)
+
+
+def test_under_autocast_and_checkpoint():
+    def on_rank(t):
+        x = torch.randn(4, 32, generator=torch.Generator().manual_seed(t.rank)).requires_grad_()
+
+        def layer(x):
+            y = all_to_all_rows(x * 2, EVEN, EVEN, t)
+            return all_to_all_rows(y, EVEN, EVEN, t, "bf16", grad_wire="mxfp8")
+
+        with torch.autocast("cpu", torch.bfloat16):
+            y = torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=False)
+        y.float().sum().backward()
+        assert torch.equal(y, quantize((2 * x.detach()).bfloat16(), "mxfp4").to_bf16())
+        assert torch.equal(x.grad, torch.full_like(x, 2))
+
+    transport.run_local(2, on_rank, timeout_s=20)
+
+
+def test_on_groups_of_torch_distributed():
+    ranks.passed(*ranks.torch_ranks(3, "torch_rows.py"))
+
+
+def test_it_is_a_public_name():
+    assert "all_to_all_rows" in fp4comm.__all__
+    assert fp4comm.all_to_all_rows is torch_distributed.all_to_all_rows
+    with pytest.raises(AttributeError, match="module 'fp4comm' has no attribute 'no_such_name'"):
+        _ = fp4comm.no_such_name

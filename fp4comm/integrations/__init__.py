@@ -1,0 +1,1 @@
+"""Adapters into frameworks, one a file; each is imported only when it is used."""
