@@ -1,7 +1,8 @@
 """vLLM: tokens go to their experts in 4 bits, and vLLM's own kernels compute on the FP8 rows.
 
-Run with vLLM 0.33.0, on CPU ranks: real base class, configs and `FusedMoEKernel`, with experts in
-plain torch.  Not run: vLLM's own expert kernels, its CUDA platform, and a whole server.
+Run with vLLM 0.33.0, on CPU ranks: its groups, configs, factory, base classes and `FusedMoEKernel`,
+with experts in plain torch.  Not run, since they need a GPU: its own experts, its sum of ``[M', k,
+hidden]`` outputs (`TopKWeightAndReduceContiguous`), and a server.
 
 In a server, with fp4comm installed beside vLLM::
 

@@ -17,6 +17,7 @@ import conformance
 import pytest
 import torch
 import vllm.platforms
+from signatures import check_implements
 from vllm.platforms.cpu import CpuPlatform
 
 vllm.platforms._current_platform = CpuPlatform()  # as vLLM's CPU builds have it
@@ -30,6 +31,7 @@ from vllm.config import (  # noqa: E402
 )
 from vllm.config.compilation import CUDAGraphMode  # noqa: E402
 from vllm.distributed import init_distributed_environment, initialize_model_parallel  # noqa: E402
+from vllm.model_executor.layers.fused_moe import all2all_utils  # noqa: E402
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation  # noqa: E402
 from vllm.model_executor.layers.fused_moe.config import (  # noqa: E402
     FUSED_MOE_UNQUANTIZED_CONFIG,
@@ -45,9 +47,11 @@ from vllm.model_executor.layers.fused_moe.oracle import fp8  # noqa: E402
 from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import (  # noqa: E402
     TopKWeightAndReduceNoOP,
 )
+from vllm.plugins import DEFAULT_PLUGINS_GROUP  # noqa: E402
 
 from fp4comm import quantize  # noqa: E402
 from fp4comm.integrations import plugins  # noqa: E402
+from fp4comm.integrations.vllm import PrepareAndFinalize, install  # noqa: E402
 
 EXPERTS, HIDDEN = 7, 256
 RANK, NUM_RANKS = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -242,8 +246,7 @@ def check_mistakes(moe_cfg, parallel, config):
     """All at construction, on all ranks."""
     kernel = make_kernel(moe_cfg, block_fp8())
     prepared = kernel.prepare_finalize
-    assert type(prepared).__name__ == "PrepareAndFinalize"
-    assert isinstance(prepared, mk.FusedMoEPrepareAndFinalizeModular)
+    assert type(prepared) is PrepareAndFinalize
 
     class Packed(Experts):
         packed_scales = True
@@ -279,7 +282,23 @@ def check_mistakes(moe_cfg, parallel, config):
     raises("finalize: expected after prepare", prepared.finalize, x, x, idx, idx, False, None)
 
 
+def other_factory(moe):
+    """A factory of another release."""
+
+
+def check_interface():
+    """What we implement is what this release of vLLM calls."""
+    shared = check_implements(PrepareAndFinalize, mk.FusedMoEPrepareAndFinalizeModular)
+    assert {"prepare", "prepare_async", "finalize", "finalize_async"} <= set(shared)
+    assert len(mk.PrepareResultType.__args__) == 5
+    text = (Path(__file__).resolve().parents[2] / "pyproject.toml").read_text()
+    assert f'[project.entry-points."{DEFAULT_PLUGINS_GROUP}"]' in text
+    with mock.patch.object(all2all_utils, "maybe_make_prepare_finalize", other_factory):
+        raises("expected maybe_make_prepare_finalize(moe, ..., use_monolithic)", install, "mxfp4")
+
+
 def main():
+    check_interface()
     ports = {"_data_parallel_master_port_list": [PORT], "data_parallel_master_ip": "127.0.0.1"}
     ranks = {"data_parallel_size": NUM_RANKS, "data_parallel_rank": RANK}
     config = VllmConfig(
