@@ -237,34 +237,89 @@ class AllToAll:
             TimeoutError: as for `dispatch`.
         """
         self._num_calls += 1
-
-        def merge(came: hops.Rows, relay: RelayPlan) -> hops.Rows:
-            return [*implementation.relay_reduce(*came, wire, self.hidden, relay)]
-
         with self._stopping_peers("combine"):
             self._check_handle(handle)
             check.no_tangent("expert_out", expert_out)
-            plan, layout, way = handle._plan, handle.layout, handle._way
+            layout = handle.layout
             rows = check.expert_out(expert_out, layout.num_expert_rows, self.hidden, handle._device)
             wire, implementation = WireFormat.of(self.precision.combine), codec.of(handle._device)
             with self._phase("combine", "reduce"):
                 sent = implementation.weighted_reduce(rows, layout, wire, weighted=weighted)
-            out = autograd.combine_input(expert_out, rows, handle, weighted)
+            differentiated = autograd.combine_input(expert_out, rows, handle, weighted)
             kind = "weighted" if weighted else "unweighted"
             name = f"{kind} combine {self._num_calls} of {handle._name}"
-            label = name + ("" if out is None else ", with gradient")
-            exchange = self._exchange("combine", label, async_op)
-            received = way.back([*sent], exchange, merge)
+            label = name + ("" if differentiated is None else ", with gradient")
 
-        def finish() -> torch.Tensor:
-            with self._stopping_peers("combine"), self._phase("combine", "reduce"):
-                y = implementation.final_reduce(*received, wire, self.hidden, plan)
-            if out is None:
-                return y
-            return autograd.of_combine(self, y, out, handle, weighted, name)
+            def of_y(y: torch.Tensor) -> torch.Tensor:
+                if differentiated is None:
+                    return y
+                return autograd.of_combine(self, y, differentiated, handle, weighted, name)
 
-        tables = [plan.place_offsets, plan.places, *way.tables]
-        pending = Pending(exchange.work, [*received, *tables], finish)
+            pending = self._send_back([*sent], handle, label, async_op, of_y)
+        return pending if async_op else pending.wait()
+
+    @overload
+    def combine_wire_rows(
+        self,
+        rows: Any,
+        handle: Handle,
+        *,
+        out: torch.Tensor | None = None,
+        async_op: Literal[False] = False,
+    ) -> torch.Tensor: ...
+
+    @overload
+    def combine_wire_rows(
+        self,
+        rows: Any,
+        handle: Handle,
+        *,
+        out: torch.Tensor | None = None,
+        async_op: Literal[True],
+    ) -> Pending[torch.Tensor]: ...
+
+    @uncompiled
+    def combine_wire_rows(
+        self,
+        rows: Any,
+        handle: Handle,
+        *,
+        out: torch.Tensor | None = None,
+        async_op: bool = False,
+    ) -> torch.Tensor | Pending[torch.Tensor]:
+        """Send back one row for each wire row that arrived, and sum those of a token.
+
+        For experts that take the wire rows as they came (``d.packed``, `Handle.topk_idx`) and
+        weight and sum the outputs of their slots themselves.  On the bf16 wire the rows are sent
+        from where they are, without a copy.  Not differentiable.
+
+        Args:
+            rows: ``[n, hidden]`` bfloat16, weighted and summed over the local experts of each wire
+                row, in the order of ``d.packed``.
+            handle: of the dispatch.
+            out: ``[T, hidden]`` bfloat16, contiguous, to be written and returned; None: a new one.
+            async_op: as for `dispatch`; rows may not change until ``wait()``.
+
+        Returns, Raises: as for `combine`; RuntimeError also if rows want a gradient.
+        """
+        self._num_calls += 1
+        with self._stopping_peers("combine"):
+            self._check_handle(handle)
+            check.no_tangent("rows", rows)
+            check.no_gradient("rows", rows, reason="combine_wire_rows is not differentiable")
+            num_rows, device = len(handle.layout.slot_rows), handle._device
+            rows = check.expert_out(rows, num_rows, self.hidden, device, "rows", "wire rows")
+            if out is not None:
+                check.out("out", out, (handle._plan.num_tokens, self.hidden), device)
+            wire, implementation = WireFormat.of(self.precision.combine), codec.of(device)
+            if wire.name == "bf16":
+                payload = rows.view(torch.uint8)
+                sent = payload, payload.new_empty((num_rows, 0))
+            else:
+                with self._phase("combine", "reduce"):
+                    sent = implementation.quantize_rows(rows, wire)
+            label = f"combine of wire rows {self._num_calls} of {handle._name}"
+            pending = self._send_back([*sent], handle, label, async_op, out=out)
         return pending if async_op else pending.wait()
 
     def close(self) -> None:
@@ -353,6 +408,33 @@ class AllToAll:
         """Lend a way the transport, with our time limit and this operation's phase and label."""
         phase = functools.partial(self._phase, operation)
         return hops.Exchange(self._transport, phase, label, async_op)
+
+    def _send_back(
+        self,
+        sent: hops.Rows,
+        handle: Handle,
+        label: str,
+        async_op: bool,
+        of_y: Callable[[torch.Tensor], torch.Tensor] = lambda y: y,
+        out: torch.Tensor | None = None,
+    ) -> Pending[torch.Tensor]:
+        """Send wire rows of combine back, sum those of each token, return ``of_y`` of the sums."""
+        plan, way = handle._plan, handle._way
+        wire, implementation = WireFormat.of(self.precision.combine), codec.of(handle._device)
+
+        def merge(came: hops.Rows, relay: RelayPlan) -> hops.Rows:
+            return [*implementation.relay_reduce(*came, wire, self.hidden, relay)]
+
+        exchange = self._exchange("combine", label, async_op)
+        received = way.back(sent, exchange, merge)
+
+        def finish() -> torch.Tensor:
+            with self._stopping_peers("combine"), self._phase("combine", "reduce"):
+                y = implementation.final_reduce(*received, wire, self.hidden, plan, out)
+            return of_y(y)
+
+        tables = [plan.place_offsets, plan.places, *way.tables]
+        return Pending(exchange.work, [*received, *tables], finish)
 
     def _arrive(self, received: list[torch.Tensor], handle: Handle, arrive: str) -> Dispatched:
         """Convert the wire rows to what the experts take."""

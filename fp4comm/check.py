@@ -209,19 +209,40 @@ def topk_weights(value: Any, idx: torch.Tensor) -> torch.Tensor:
     return weights.detach().to(torch.float32).contiguous()
 
 
-def expert_out(value: Any, num_rows: int, hidden_size: int, device: torch.device) -> torch.Tensor:
-    """Check expert outputs ``[M, hidden]`` bfloat16."""
-    out = as_tensor("expert_out", value)
+def expert_out(
+    value: Any,
+    num_rows: int,
+    hidden_size: int,
+    device: torch.device,
+    name: str = "expert_out",
+    like: str = "rows",
+) -> torch.Tensor:
+    """Check expert outputs ``[M, hidden]`` bfloat16, as many as what dispatch gave of ``like``."""
+    out = as_tensor(name, value)
     if out.dtype != torch.bfloat16:
-        raise TypeError(f"expert_out: expected bfloat16, got {_name(out.dtype)}")
+        raise TypeError(f"{name}: expected bfloat16, got {_name(out.dtype)}")
     if tuple(out.shape) != (num_rows, hidden_size):
         raise ValueError(
-            f"expert_out: expected shape [{num_rows}, {hidden_size}] as the rows of dispatch, got"
+            f"{name}: expected shape [{num_rows}, {hidden_size}] as the {like} of dispatch, got"
             f" {list(out.shape)}"
         )
     if out.device != device:
-        raise ValueError(f"expert_out: expected on {device} as x of dispatch, got {out.device}")
+        raise ValueError(f"{name}: expected on {device} as x of dispatch, got {out.device}")
     return out.detach().contiguous()
+
+
+def out(name: str, value: Any, shape: tuple[int, int], device: torch.device) -> None:
+    """Check a contiguous bfloat16 tensor that a result is written to."""
+    if not isinstance(value, torch.Tensor) or value.dtype != torch.bfloat16:
+        got = _name(value.dtype) if isinstance(value, torch.Tensor) else type(value).__name__
+        raise TypeError(f"{name}: expected a bfloat16 tensor, got {got}")
+    if tuple(value.shape) != shape or not value.is_contiguous():
+        raise ValueError(
+            f"{name}: expected contiguous with shape {list(shape)}, got {list(value.shape)} with"
+            f" strides {list(value.stride())}"
+        )
+    if value.device != device:
+        raise ValueError(f"{name}: expected on {device} as x of dispatch, got {value.device}")
 
 
 def wants_gradient(*tensors: Any) -> bool:

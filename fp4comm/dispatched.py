@@ -12,7 +12,7 @@ from fp4comm.eager import uncompiled
 from fp4comm.hops import Way
 from fp4comm.packed import PackedRows
 from fp4comm.precision import Precision
-from fp4comm.routing import ExpertLayout, RoutePlan
+from fp4comm.routing import NO_EXPERT, ExpertLayout, RoutePlan
 from fp4comm.transport import Transport, Work
 
 Result = TypeVar("Result")
@@ -39,6 +39,21 @@ class Handle:
     # What combine's gradient flows on to, if dispatch is differentiated: see autograd.py.
     _row_weights: torch.Tensor | None = dataclasses.field(default=None, repr=False)
     _anchor: torch.Tensor | None = dataclasses.field(default=None, repr=False)
+
+    @property
+    def topk_idx(self) -> torch.Tensor:
+        """Local expert of each slot of each wire row, ``[n, K]`` int64; -1: not on this rank."""
+        slot_rows = self.layout.slot_rows.long()
+        ends = self.layout.expert_offsets[1:]
+        return torch.bucketize(slot_rows, ends, right=True).masked_fill_(slot_rows < 0, NO_EXPERT)
+
+    @property
+    def topk_weights(self) -> torch.Tensor | None:
+        """Weight of each slot of each wire row, ``[n, K]`` float32, 0 where topk_idx is -1.
+
+        None where the dispatch had none.
+        """
+        return self.layout.weights
 
     def detached(self) -> Handle:
         """Return it without the graph of its dispatch."""

@@ -299,10 +299,25 @@ def weighted_reduce(
 
 
 def final_reduce(
-    payload: torch.Tensor, scales: torch.Tensor, wire: WireFormat, hidden: int, plan: RoutePlan
+    payload: torch.Tensor,
+    scales: torch.Tensor,
+    wire: WireFormat,
+    hidden: int,
+    plan: RoutePlan,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Sum each token's wire rows in float32 by ascending rank: ``[T, hidden]`` bfloat16."""
-    out = empty((plan.num_tokens, hidden), np.uint16)
+    """Sum each token's wire rows in float32 by ascending rank: ``[T, hidden]`` bfloat16.
+
+    Args:
+        payload: ``[n, payload_bytes]`` uint8.
+        scales: ``[n, scale_bytes]`` uint8.
+        wire: their format.
+        hidden: elements in a row.
+        plan: which wire rows a token has.
+        out: what is written and returned; None: a new one.
+    """
+    if out is None:
+        out = empty((plan.num_tokens, hidden), np.uint16).view(torch.bfloat16)
     threads.run(
         kernels.final_reduce,
         plan.num_tokens,
@@ -313,9 +328,9 @@ def final_reduce(
         scales.numpy(),
         plan.place_offsets.numpy(),
         plan.places.numpy(),
-        out.numpy(),
+        out.view(torch.uint16).numpy(),
     )
-    return out.view(torch.bfloat16)
+    return out
 
 
 def relay_reduce(

@@ -340,11 +340,17 @@ def weighted_reduce(
 
 
 def final_reduce(
-    payload: torch.Tensor, scales: torch.Tensor, wire: WireFormat, hidden: int, plan: RoutePlan
+    payload: torch.Tensor,
+    scales: torch.Tensor,
+    wire: WireFormat,
+    hidden: int,
+    plan: RoutePlan,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Sum each token's wire rows by ascending rank.  See `cpu.final_reduce`."""
-    device = payload.device
-    out = torch.empty((plan.num_tokens, hidden), dtype=torch.bfloat16, device=device)
+    if out is None:
+        shape = plan.num_tokens, hidden
+        out = torch.empty(shape, dtype=torch.bfloat16, device=payload.device)
     _launch_rows(
         "final_reduce",
         wire_options(wire),
