@@ -33,8 +33,8 @@ from fp4comm import AllToAll, Precision, launch, machine
 from fp4comm.all_to_all import ARRIVALS, Dispatched
 from fp4comm.bench import report as bench_report
 from fp4comm.bench.check import Checker
+from fp4comm.bench.clock import gather
 from fp4comm.bench.rows import PARTS
-from fp4comm.bench.run import gather
 from fp4comm.bench.workload import Synthetic
 from fp4comm.formats import FORMATS, WireFormat
 from fp4comm.transport import Transport

@@ -25,7 +25,7 @@ from rich.progress import Progress
 
 from fp4comm import Precision, WireFormat, machine
 from fp4comm.bench.clock import gather
-from fp4comm.bench.run import current_device
+from fp4comm.bench.operations import current_device
 from fp4comm.routing import route_slot_bytes
 from fp4comm.transport import Transport
 

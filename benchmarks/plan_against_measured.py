@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import os
 import shutil
 import signal
@@ -169,8 +168,8 @@ def main(
         for case in [case.scaled(share) for case in CASES[:cases]]:
             result = folder / "result.json"
             run(*case.options, "--json", str(result))
-            measured = json.loads(result.read_text())["rows"]
-            for row in compared(case, predictions(case, calibrated), measured):
+            (content,) = bench_report.read_json(result)
+            for row in compared(case, predictions(case, calibrated), content["rows"]):
                 rows.append(row)
                 click.echo(line(row))
             if json_file is not None:  # after each, since a run is long

@@ -23,8 +23,11 @@ import torch.distributed as dist
 from fp4comm import machine, transport
 from fp4comm.bench import report as bench_report
 from fp4comm.bench.check import Checker
+from fp4comm.bench.clock import gather
+from fp4comm.bench.operations import Run
 from fp4comm.bench.rows import PARTS, Report, Row, bandwidth_gbs, row_bytes
-from fp4comm.bench.run import Run, Settings, compile_first, gather
+from fp4comm.bench.run import compile_first
+from fp4comm.bench.settings import Settings
 from fp4comm.bench.workload import Synthetic
 from fp4comm.formats import FORMATS, WireFormat
 from fp4comm.transport import Transport

@@ -1,4 +1,4 @@
-"""Starting ranks for the command line: under mpirun, under torchrun, or threads of one process.
+"""Starting ranks for the command line: by mpirun, torchrun or srun, or threads of one process.
 
 With CUDA each rank also gets its GPU, before its transport is opened.
 """
@@ -21,14 +21,18 @@ Result = TypeVar("Result")
 
 MPI_LAUNCHERS = ("OMPI_COMM_WORLD_", "PMI_", "PMIX_", "MPI_LOCAL")  # start of their variables
 TORCH_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "RANK")
+# Only srun's job steps have it; a batch script, one process, has SLURM_PROCID and SLURM_NTASKS too.
+SLURM_SIZE = "SLURM_STEP_NUM_TASKS"
+SLURM_VARIABLES = {"RANK": "SLURM_PROCID", "WORLD_SIZE": SLURM_SIZE}
+# srun's come last, since it may start mpirun or torchrun
+RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "RANK", "SLURM_PROCID")
 LOCAL_RANK_VARIABLES = (
     "LOCAL_RANK",
     "OMPI_COMM_WORLD_LOCAL_RANK",
     "MPI_LOCALRANKID",
     "SLURM_LOCALID",
 )
-SIZE_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "WORLD_SIZE")
+SIZE_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "WORLD_SIZE", SLURM_SIZE)
 LAST_WORDS_S = 1.0  # launchers end all ranks when one fails: the others let rank 0 print first
 
 
@@ -64,13 +68,15 @@ def choose(name: str, device: str = "cpu") -> str:
     """Turn ``"auto"`` into a transport: torch under torchrun, else local without a launcher.
 
     Under mpirun it is mpi, with CUDA nccl.  Variables of a launcher only tell whether to ask MPI;
-    its COMM_WORLD tells the size.
+    its COMM_WORLD tells the size.  Under srun it is torch where MASTER_ADDR and MASTER_PORT say
+    whom to meet, else as under mpirun.
     """
     if name != "auto":
         return name
-    if all(variable in os.environ for variable in TORCH_VARIABLES):
+    if not set(TORCH_VARIABLES) - set(_torch_variables()):
         return "torch"
-    if not any(variable.startswith(MPI_LAUNCHERS) for variable in os.environ):
+    by_mpi = any(variable.startswith(MPI_LAUNCHERS) for variable in os.environ)
+    if not by_mpi and _variable((SLURM_SIZE,), 1) == 1:
         return "local"
     under_mpi = "nccl" if device == "cuda" else "mpi"
     if launched_ranks() > 1:
@@ -180,12 +186,22 @@ def _run_launched(
 def _start_torch(timeout_s: float, backend: str) -> None:
     import torch.distributed as dist
 
-    missing = [variable for variable in TORCH_VARIABLES if variable not in os.environ]
+    found = _torch_variables()
+    missing = [variable for variable in TORCH_VARIABLES if variable not in found]
     if missing:
         raise RuntimeError(f'transport "torch" needs {", ".join(missing)} set; use torchrun')
     if not dist.is_initialized():
         limit = datetime.timedelta(seconds=min(timeout_s, 1e6))
-        dist.init_process_group(backend, timeout=limit)
+        rank, num_ranks = int(found["RANK"]), int(found["WORLD_SIZE"])
+        dist.init_process_group(backend, timeout=limit, rank=rank, world_size=num_ranks)
+
+
+def _torch_variables() -> dict[str, str]:
+    """What torch.distributed starts with; rank and size are srun's where torchrun gave none."""
+    given = {name: name for name in TORCH_VARIABLES if name in os.environ}
+    if SLURM_SIZE in os.environ:
+        given = SLURM_VARIABLES | given
+    return {name: os.environ[of] for name, of in given.items() if of in os.environ}
 
 
 def let_rank_0_print(is_rank_0: bool) -> None:

@@ -32,15 +32,17 @@ def mpirun(num_ranks, script, *args, timeout=60, env=None, options=()):
     return _run([command], [root | (env or {})], timeout)[0]
 
 
-def torch_ranks(num_ranks, script, *args, timeout=60, env=None):
+def torch_ranks(num_ranks, script, *args, timeout=60, env=None, names=("RANK", "WORLD_SIZE")):
     """Run ``script`` in ``num_ranks`` processes that torch.distributed finds by RANK, WORLD_SIZE...
 
-    Returns a list of CompletedProcess, one a rank; else as `mpirun`.
+    Returns a list of CompletedProcess, one a rank; else as `mpirun`.  Names are those of the
+    variables that hold rank and size.
     """
+    of_rank, of_size = names
     command = [sys.executable, str(SCRIPTS / script), *map(str, args)]
     where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    where["WORLD_SIZE"] = str(num_ranks)
-    envs = [where | {"RANK": str(rank)} | (env or {}) for rank in range(num_ranks)]
+    where[of_size] = str(num_ranks)
+    envs = [where | {of_rank: str(rank)} | (env or {}) for rank in range(num_ranks)]
     return _run([command] * num_ranks, envs, timeout)
 
 

@@ -10,8 +10,10 @@ import pytest
 import torch
 
 from fp4comm import AllToAll, Precision, WireFormat, transport
+from fp4comm.bench import product
 from fp4comm.bench import rows as bench_rows
 from fp4comm.bench import run as bench
+from fp4comm.bench.cases import cases_of, varying
 from fp4comm.bench.check import Checked, Checker, expert_outputs, sample
 from fp4comm.bench.plain import plain_dispatch
 from fp4comm.bench.workload import (
@@ -90,6 +92,70 @@ def test_sqnr():
     assert bench_rows.sqnr_db(1.0, 0.0) is None
     assert bench_rows.sqnr_db(0.0, 0.0) is None
     assert bench_rows.sqnr_db(1.0, math.nan) is None
+
+
+def test_what_a_product_hides_of_a_dispatch():
+    assert bench_rows.hidden_share(4, 4, 8) == 0  # one after the other
+    assert bench_rows.hidden_share(4, 5, 5) == 1
+    assert bench_rows.hidden_share(4, 2, 4) == 0.5  # a shorter product hides no more than itself
+    assert bench_rows.hidden_share(4, 4, 10) == -0.5
+
+
+@pytest.mark.parametrize(
+    ("target_us", "size", "repeats"),
+    [
+        (5 + 8**3, 128, 1),
+        (4.0, 16, 1),  # less than the smallest takes
+        (20 * (5 + 16**3), 256, 20),  # more than the largest takes
+    ],
+)
+def test_a_product_is_sized_by_what_others_take(monkeypatch, target_us, size, repeats):
+    monkeypatch.setattr(product, "MOST", 256)
+    cost = lambda run: 5 + (run.__self__.size / 16) ** 3  # noqa: E731
+    monkeypatch.setattr(product, "slowest_us", lambda transport, stopwatch, run: cost(run))
+    made = product.sized(None, None, torch.device("cpu"), target_us)
+    assert abs(made.size - size) <= 16
+    assert made.repeats == repeats
+    made.run()
+
+
+# Cases
+
+SIZES = {"tokens": ["8", "1,8"], "hidden": ["64"], "experts": [], "topk": ["2,4"], "skew": []}
+SIZES |= {"data": (), "seed": 3}
+
+
+def test_every_combination_is_a_case_with_tokens_changing_fastest():
+    cases = cases_of(SIZES, num_ranks=2)
+    assert [(c.sizes["topk"], c.sizes["tokens"]) for c in cases] == [(2, 8), (2, 1), (4, 8), (4, 1)]
+    assert [c.workload.num_tokens for c in cases[:2]] == [[8, 8], [1, 1]]
+    assert {(c.workload.hidden, c.workload.num_experts, c.workload.skew) for c in cases} == {
+        (64, 64, "0")
+    }
+    assert varying(cases) == ["topk", "tokens"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"topk": ["2,65"]}, "topk: expected at most 64"),
+        ({"tokens": ["8,a few"]}, "tokens: expected whole numbers, got 'a few'"),
+        ({"hidden": ["64,"]}, "hidden: expected whole numbers, got ''"),
+        ({"skew": ["0,11"]}, "skew: expected"),
+        ({"data": (DATA / "layer0.safetensors",), "seed": 0, "hidden": ["1024,64"], "topk": []},
+         "hidden: expected 1024 with this data, got 64"),
+    ],
+)  # fmt: skip
+def test_a_mistake_in_the_last_case_is_found_first(changes, text):
+    with pytest.raises(ValueError, match=text):
+        cases_of({**SIZES, **changes}, num_ranks=2)
+
+
+def test_recorded_data_may_be_cut_in_several_ways():
+    options = dict.fromkeys(("hidden", "experts", "topk", "skew"), ()) | {"tokens": ("4,2",)}
+    files = (DATA / "layer0.safetensors",)
+    cases = cases_of({**options, "data": files, "seed": 0}, num_ranks=2)
+    assert [case.workload.num_tokens for case in cases] == [[4, 4], [2, 2]]
 
 
 # Generators
@@ -280,6 +346,69 @@ def test_a_wrong_copy_of_the_plain_all_to_all_is_noticed():
     assert checker.plain(rows[1:]) == Checked(len(rows), len(rows))
 
 
+@pytest.mark.parametrize("route", ["flat", "two_hop"])
+def test_a_round_trip_is_a_dispatch_and_its_combine(route):
+    workload = dataclasses.replace(SMALL, num_ranks=4)
+    settings = {"routes": (route,), "ranks_per_node": 2, "also": ("round_trip",)}
+    reports = measure(workload, wires=("bf16", "mxfp4"), **settings)
+    assert all(report == reports[0] for report in reports)
+    for rows in (reports[0].rows[:3], reports[0].rows[3:]):
+        dispatch, combine, both = rows
+        assert [row.op for row in rows] == ["dispatch", "combine", "round_trip"]
+        assert (both.format, both.route, both.parts_us) == (dispatch.format, route, {})
+        for name in ("total", "total_to_others"):
+            of_each = [getattr(row.wire_bytes, name) for row in (dispatch, combine)]
+            assert getattr(both.wire_bytes, name) == sum(of_each)
+        assert both.expert_bytes == dispatch.expert_bytes + combine.expert_bytes
+        assert both.num_checked == dispatch.num_checked + combine.num_checked
+        assert both.sqnr_db == dispatch.sqnr_db
+        assert {row.num_wrong for row in rows} == {0}
+        assert None not in [row.speedup_in(reports[0].rows) for row in rows]
+
+
+def test_an_overlap_is_a_dispatch_beside_a_product(one_thread):
+    first, second = measure(SMALL, also=("overlap",), iterations=3)
+    assert first == second  # the size of the product too
+    dispatch, _, overlap = first.rows
+    assert overlap.op == "overlap"
+    for name in ("format", "wire_rows", "wire_bytes", "bf16_bytes", "num_checked", "sqnr_db"):
+        assert getattr(overlap, name) == getattr(dispatch, name)
+    alone = overlap.parts_us
+    assert alone.keys() == {"dispatch", "product"}
+    assert alone["dispatch"] == dispatch.time.median_us
+    share = bench_rows.hidden_share(*alone.values(), overlap.time.median_us)
+    assert overlap.beside.hidden_share == share
+    assert overlap.num_wrong == 0
+    assert overlap.speedup_in(first.rows) is None
+
+
+def test_kernels_are_compiled_once_for_all_cases(monkeypatch):
+    compiled = []
+    monkeypatch.setattr(bench, "compile_first", lambda *_: compiled.append(1) or 2.0)
+    settings = bench.Settings(("mxfp4",), warmup=1, iterations=1)
+    told = []
+
+    class Told(bench.progress.Tell):
+        def __call__(self, text, share=0.0):
+            told.append((text, share))
+
+    workloads = [SMALL, dataclasses.replace(SMALL, tokens=3, num_topk=1)]
+
+    def on_rank(t):
+        tell = Told() if t.rank == 0 else bench.progress.NOTHING
+        return list(bench.measure_each(t, workloads, settings, tell))
+
+    first, second = transport.run_local(2, on_rank, 60)
+    assert first == second
+    assert [(r.num_tokens, r.num_topk, r.num_wrong) for r in first] == [
+        ([40] * 2, 3, 0),
+        ([3] * 2, 1, 0),
+    ]
+    assert len(compiled) == 2  # one a rank
+    assert told[1] == ("case 1 of 2: making inputs", 0.0)
+    assert told[-1] == ("case 2 of 2: checking against the reference", 0.75)
+
+
 def test_hidden_2880():  # BEN-16
     report = measure(Synthetic(2, 8, 2880, 4, 2))[0]
     assert report.num_wrong == 0
@@ -306,7 +435,7 @@ def test_the_time_holds_the_work(monkeypatch):  # BEN-08
         assert row.parts_us["exchange"] >= 20000
 
 
-def test_one_wrong_byte_in_what_arrives_is_noticed(monkeypatch):
+def test_one_wrong_byte_in_what_arrives_is_noticed(monkeypatch, one_thread):
     move = LocalTransport._move
 
     def corrupting(self, call):
@@ -315,8 +444,9 @@ def test_one_wrong_byte_in_what_arrives_is_noticed(monkeypatch):
             call.recvs[0][5, 7] ^= 1
 
     monkeypatch.setattr(LocalTransport, "_move", corrupting)
-    report = measure(SMALL, wires=("bf16",), arrive="bf16")[0]
-    assert [row.num_wrong > 0 for row in report.rows] == [True, True]
+    also = ("round_trip", "overlap")
+    report = measure(SMALL, wires=("bf16",), arrive="bf16", also=also)[0]
+    assert [row.num_wrong > 0 for row in report.rows] == [True] * 4
 
 
 def dispatched(workload, arrive, max_elements=None):

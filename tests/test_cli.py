@@ -1,5 +1,6 @@
 """The command line: what it prints and writes, exit codes, and errors that one rank reports."""
 
+import dataclasses
 import importlib
 import json
 import os
@@ -14,9 +15,10 @@ import torch
 from command_line import run
 
 from fp4comm import __version__, launch, machine, transport
-from fp4comm.bench.report import Environment, Place, header_lines
-from fp4comm.bench.rows import Report
-from fp4comm.bench.run import Settings
+from fp4comm.bench import check as bench_check
+from fp4comm.bench.environment import Environment, Place
+from fp4comm.bench.report import header_lines
+from fp4comm.bench.settings import Settings
 from fp4comm.cli import DEMO_FILES
 from fp4comm.transport.local import LocalTransport
 
@@ -25,7 +27,6 @@ DATA = Path(__file__).resolve().parent / "data" / "layer0.safetensors"
 TINY = ["--tokens", "24", "--hidden", "160", "--experts", "6", "--topk", "3"]
 TINY += ["--warmup", "1", "--iterations", "2"]
 FORMATS = ["bf16", "fp8", "mxfp8", "mxfp4"]
-NOTHING = Report([], "nothing", 32, 1, 1, [0], 0, 0.0)
 
 
 def rows_of(output):
@@ -90,6 +91,49 @@ def test_rows_above_the_link_are_marked():  # BEN-09
     assert "!" not in run("bench", *TINY, "--wire", "bf16", "--link-gbs", 1e9).output
 
 
+def test_several_sizes_are_cases_in_one_table(tmp_path, one_thread):
+    file = tmp_path / "out.json"
+    options = ["--topk", "2", "--skew", "0,balanced", "--wire", "mxfp4"]
+    result = run("bench", *TINY, *options, "--also", "round_trip,overlap", "--json", file)
+    assert result.exit_code == 0, result.output
+    heads = [line.split() for line in result.output.splitlines() if line.endswith("#wrong")]
+    names = ["op", "format", "route", "tokens", "topk", "skew"]
+    assert [head[1:7] for head in heads] == [names]  # once
+    rows = rows_of(result.output)
+    ops = ["plain", "dispatch", "combine", "round_trip", "overlap"]
+    cases = [["24", k, s] for k in "32" for s in ("0", "balanced")]
+    assert [row[3:6] for row in rows] == [case for case in cases for _ in ops]
+    assert [row[0] for row in rows] == ops * len(cases)
+    assert [row[-4] == "-" for row in rows] == [op != "overlap" for op in ops] * len(cases)
+    assert "top-3/2 of 6 experts; 4 cases, one after the other" in result.output
+    assert "contents of 192 of 192 tokens" in result.output
+    assert result.output.count("# overlap mxfp4, flat, topk ") == len(cases)
+    assert result.output.splitlines()[-1] == "# wrong rows: 0 OK"
+    contents = json.loads(file.read_text())
+    assert [[c["tokens"][0], c["topk"], c["arguments"]["skew"]] for c in contents] == [
+        [int(t), int(k), s] for t, k, s in cases
+    ]
+    assert [c["arguments"]["topk"] for c in contents] == [3, 3, 2, 2]
+    overlap = contents[0]["rows"][-1]
+    assert overlap["beside"].keys() == {"size", "repeats", "hidden_share"}
+
+
+def test_a_wrong_row_in_any_case_ends_with_1(monkeypatch):
+    check = bench_check.Checker.combine
+
+    def corrupting(checker, *arguments, **options):
+        found = check(checker, *arguments, **options)
+        is_second = checker.num_tokens_checked == 2
+        return dataclasses.replace(found, num_wrong=1) if is_second else found
+
+    monkeypatch.setattr(bench_check.Checker, "combine", corrupting)
+    result = run("bench", *TINY, "--tokens", "1,2", "--wire", "bf16")
+    assert result.exit_code == 1
+    wrong = [int(row[-1]) for row in rows_of(result.output)]
+    assert wrong == [0, 0, 0, 0, 0, 2, 0, 0, 0]  # the combine of 1 token on each of 2 ranks
+    assert result.output.splitlines()[-1] == "# wrong rows: 2 FAILED"
+
+
 def test_bench_on_recorded_data():
     options = ("--tokens", 16, "--wire", "mxfp4", "--warmup", 1, "--iterations", 1)
     result = run("bench", "--data", DATA, *options)
@@ -151,6 +195,8 @@ BAD = [
     (["--arrive", "fp4"], "arrive: expected one of fp8, bf16, packed"),
     (["--route", "flat,three_hop"], "route: expected one of flat, two_hop, auto, got 'three_hop'"),
     (["--ranks-per-node", "3"], "ranks_per_node: expected a divisor of 2 ranks"),
+    (["--also", "overlap,all"], "also: expected one of round_trip, overlap, got 'all'"),
+    (["--tokens", "1,2.5"], "tokens: expected whole numbers, got '2.5'"),
     (["--alignment", "0"], "alignment: expected at least 1"),
     (["--skew", "-2"], "skew: expected"),
     (["--ranks", "0"], "num_ranks: expected at least 1"),
@@ -196,7 +242,7 @@ def test_the_header_counts_hosts_virtual_nodes_and_gpus():
     places = [Place("h", node, gpu) for node in ("a", "b") for gpu in ("GPU-1", "GPU-2")]
     environment = Environment("bench", 4, "nccl", places, machine.machine(), machine.versions())
     assert (environment.num_hosts, environment.num_nodes, environment.num_gpus) == (1, 2, 2)
-    lines = "\n".join(header_lines(environment, NOTHING, Settings(("bf16",), device="cuda")))
+    lines = "\n".join(header_lines(environment, Settings(("bf16",), device="cuda")))
     assert "ranks 4, hosts h x4, virtual nodes a x2, b x2, 2 GPUs, transport nccl" in lines
     assert "until\n#   the device is synchronized again" in lines
 
@@ -291,6 +337,21 @@ def test_auto_takes_the_transport_of_the_launcher(monkeypatch):
     assert launch.choose("auto") == "torch"
 
 
+def test_srun_is_a_launcher_and_a_batch_script_is_none(monkeypatch):
+    for name, value in (("PROCID", 2), ("NTASKS", 4), ("LOCALID", 1)):
+        monkeypatch.setenv(f"SLURM_{name}", str(value))
+    assert (launch.choose("auto"), launch.launched_ranks()) == ("local", 1)
+    monkeypatch.setenv(launch.SLURM_SIZE, "4")
+    assert (launch.launched_rank(), launch.launched_ranks(), launch.local_rank()) == (2, 4, 1)
+    assert (launch.choose("auto"), launch.choose("auto", "cuda")) == ("mpi", "nccl")
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", "1")
+    assert launch.choose("auto") == "torch"
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "8")  # mpirun or torchrun, started by srun
+    monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "5")
+    assert (launch.launched_rank(), launch.launched_ranks()) == (5, 8)
+
+
 def test_a_rank_gets_the_gpu_of_its_place_on_its_machine(monkeypatch):
     chosen = []
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
@@ -333,15 +394,28 @@ def test_demo_under_mpirun():
 
 
 def test_bench_under_mpirun(tmp_path):
-    options = (*TINY, "--skew", "1.0", "--json", tmp_path / "out.json")
-    done = ranks.mpirun(2, SCRIPT, "bench", *options)
+    options = (*TINY, "--tokens", "1", "--skew", "1.0", "--wire", "mxfp4")
+    also = ("--also", "round_trip,overlap", "--json", tmp_path / "out.json")
+    done = ranks.mpirun(4, SCRIPT, "bench", *options, *also, timeout=120)
     ranks.passed(done)
     assert done.stdout.count("# wrong rows: 0 OK") == 1
-    assert json.loads((tmp_path / "out.json").read_text())["ranks"] == 2
+    first, second = json.loads((tmp_path / "out.json").read_text())
+    assert (first["tokens"], second["tokens"]) == ([24] * 4, [1] * 4)
+    of_wire = ["dispatch", "combine", "round_trip", "overlap"]
+    for content in (first, second):
+        assert (content["ranks"], content["hosts"], content["wrong_rows"]) == (4, 1, 0)
+        assert content["transport"].startswith("mpi (Open MPI")
+        assert [row["op"] for row in content["rows"]] == ["plain", *of_wire]
+        assert all(row["num_checked"] > 0 and row["num_wrong"] == 0 for row in content["rows"])
+        assert all(row["time"]["median_us"] > 0 and row["busbw_gbs"] > 0 for row in content["rows"])
 
 
-def test_bench_under_torch():
-    first, second = ranks.torch_ranks(2, SCRIPT, "bench", *TINY, "--wire", "mxfp4")
+@pytest.mark.parametrize(
+    "names", [("RANK", "WORLD_SIZE"), ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS")], ids=["", "srun"]
+)
+def test_bench_under_torch(names):
+    options = ("bench", *TINY, "--wire", "mxfp4")
+    first, second = ranks.torch_ranks(2, SCRIPT, *options, names=names)
     ranks.passed(first, second)
     assert "transport torch (gloo)" in first.stdout
     assert "# wrong rows" not in second.stdout
@@ -375,13 +449,17 @@ def test_the_launcher_starts_the_ranks(monkeypatch, arguments, text):
     assert text in result.output
 
 
-def test_an_mpirun_of_another_mpi_is_refused():  # INS-11
-    env = {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "0"}
+@pytest.mark.parametrize(
+    ("size", "rank"),
+    [("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"), ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID")],
+)
+def test_a_launcher_of_another_mpi_is_refused(size, rank):  # INS-11
+    env = {size: "2", rank: "0"}
     done = ranks.python(SCRIPT, "bench", *TINY, env=env)
     assert done.returncode == 2
     assert done.stdout.startswith('Error: transport "mpi": this process was started as one of 2')
     assert done.stdout.count("\n") == 1
-    other = ranks.python(SCRIPT, "bench", *TINY, env=env | {"OMPI_COMM_WORLD_RANK": "1"})
+    other = ranks.python(SCRIPT, "bench", *TINY, env=env | {rank: "1"})
     assert (other.returncode, other.stdout) == (2, "")
 
 

@@ -190,6 +190,37 @@ def test_series_are_results_that_differ_in_one_number_alone(tmp_path):
     }
 
 
+def test_a_file_of_several_cases_is_as_many_results(tmp_path, bench_file):
+    one = json.loads(bench_file.read_text())
+    other = {**one, "tokens": [64, 64], "arguments": {**one["arguments"], "skew": "1"}}
+    (tmp_path / "sweep.json").write_text(json.dumps([one, other]))
+    (tmp_path / "alone.json").write_text(json.dumps([one]))
+    files = [tmp_path / "sweep.json", tmp_path / "sweep.json", tmp_path / "alone.json", bench_file]
+    read, _ = results.read(files)
+    names = ["sweep (tokens 32, skew 0)", "sweep (tokens 64, skew 1)"]
+    again = [f"{name} (2)" for name in names]
+    assert [result.name for result in read] == [*names, *again, "alone", "bench"]
+    assert [result.setup.tokens for result in read[:2]] == [32, 64]
+    passed("report", *files, "--json", tmp_path / "o.json")
+
+
+def test_rows_of_a_round_trip_and_an_overlap_are_shown(tmp_path):
+    file = tmp_path / "also.json"
+    sizes = ["--tokens", "4,1", "--hidden", 64, "--experts", 4, "--topk", 2, "--wire", "bf16,mxfp4"]
+    also = ["--also", "round_trip,overlap", "--warmup", 1, "--iterations", 1]
+    passed("bench", *sizes, *also, "--json", file)
+    told = passed("report", file, "--html", tmp_path / "o.html")
+    assert "also (tokens 4): " in told
+    first = json.loads(file.read_text())[0]["rows"]
+    cells = set(Page(tmp_path / "o.html").cells)
+    assert [leaf for leaf in leaves(first) if leaf not in cells] == []
+    assert "round_trip mxfp4" in cells
+    read, _ = results.read([file])
+    ratios = {row.op: read[0].vs_bf16(row) for row in read[0].rows if row.dispatch == "mxfp4"}
+    assert ratios["round_trip"] > 0
+    assert ratios["overlap"] is None
+
+
 def test_a_plan_of_the_same_setup_is_compared_and_another_is_not(tmp_path, bench_file):
     same = ["--topology", "cpu-1g", "--ranks-per-node", 2, "--nodes", 1, "--hidden", 128]
     same += ["--experts", 8, "--topk", 2]
@@ -286,6 +317,9 @@ def with_row(**changes):
         ("", "expected a result of fp4comm bench, demo or plan (--json), or a topology (.toml), "
          "got no JSON"),
         ("[1]", "got other JSON"),
+        ("[]", "got an empty list"),
+        ([json.loads(DEMO.read_text()), {"command": "bench"}],
+         "result 1 of the list: ranks: expected a whole number, got nothing"),
         ({"command": "info"}, "got one of info"),
         (json.loads((RESULTS / "plan_h200.json").read_text()), "got one of plan_cuda"),
         (without("ranks"), "ranks: expected a whole number, got nothing"),

@@ -323,7 +323,7 @@ def test_wrong_mpirun_is_an_error():
     said = python(OPEN_MPI, OMPI_COMM_WORLD_SIZE="2").splitlines()
     assert said[0] == "None"
     assert "started as one of 2, but its MPI sees itself alone" in said[1]
-    assert "mpirun belongs to another MPI" in said[1]
+    assert "the launcher belongs to another MPI" in said[1]
 
 
 def test_mpi_without_mpirun_is_one_rank():

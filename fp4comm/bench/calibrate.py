@@ -21,7 +21,9 @@ from fp4comm.agreement import MESSAGE_WORDS
 from fp4comm.all_to_all import AllToAll
 from fp4comm.bench.check import expert_outputs
 from fp4comm.bench.clock import Stopwatch, gather
-from fp4comm.bench.run import Settings, compile_first, current_device
+from fp4comm.bench.operations import current_device
+from fp4comm.bench.run import compile_first
+from fp4comm.bench.settings import Settings
 from fp4comm.bench.workload import Synthetic
 from fp4comm.dispatched import Dispatched
 from fp4comm.formats import FORMATS, WireFormat, fp8_row_bytes

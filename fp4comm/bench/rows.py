@@ -17,6 +17,8 @@ PARTS = {  # of a call, as AllToAll.timings names them
     "dispatch": ("plan", "counts", "quantize", "exchange", RELAY, "arrive"),
     "combine": ("reduce", "exchange", RELAY),
 }
+ROUND_TRIP, OVERLAP = "round_trip", "overlap"
+ALSO = (ROUND_TRIP, OVERLAP)  # operations that are measured if wanted
 
 
 def check_counts(warmup: int, iterations: int) -> None:
@@ -81,13 +83,21 @@ def traffic(matrix: npt.NDArray[np.int64]) -> Traffic:
     >>> traffic(np.array([[8, 12, 15, 14], [1, 0, 0, 9], [0, 0, 0, 0], [40, 2, 3, 5]]))
     Traffic(sent=50, sent_to_others=45, total=109, total_to_others=96)
     """
-    to_others = matrix.copy()
-    np.fill_diagonal(to_others, 0)
-    sent, others = matrix.sum(axis=1), to_others.sum(axis=1)
-    busiest = max(range(len(matrix)), key=lambda rank: (others[rank], sent[rank]))
-    return Traffic(
-        int(sent[busiest]), int(others[busiest]), int(matrix.sum()), int(to_others.sum())
-    )
+    rank = busiest(matrix)
+    sent, own = int(matrix[rank].sum()), int(matrix[rank, rank])
+    total, kept = int(matrix.sum()), int(np.trace(matrix))
+    return Traffic(sent, sent - own, total, total - kept)
+
+
+def busiest(matrix: npt.NDArray[np.int64]) -> int:
+    """Rank that sends most to others; of several the one that sends most, to itself included.
+
+    >>> busiest(np.array([[8, 12, 15, 14], [1, 0, 0, 9], [0, 0, 0, 0], [40, 2, 3, 5]]))
+    3
+    """
+    sent = matrix.sum(axis=1)
+    others = sent - np.diagonal(matrix)
+    return max(range(len(matrix)), key=lambda rank: (others[rank], sent[rank]))
 
 
 def across_nodes(matrix: npt.NDArray[np.int64], node_sizes: Sequence[int]) -> tuple[int, int]:
@@ -108,6 +118,15 @@ def speedup(base_us: float, time_us: float) -> float:
     return base_us / time_us
 
 
+def hidden_share(dispatch_us: float, product_us: float, together_us: float) -> float:
+    """Share of a dispatch that a product beside it hides: 1 all of it, below 0 worse than in turn.
+
+    >>> hidden_share(4.0, 5.0, 6.0)
+    0.75
+    """
+    return (dispatch_us + product_us - together_us) / dispatch_us
+
+
 def row_bytes(wire: WireFormat, hidden: int, num_topk: int = 0) -> int:
     """Bytes of a wire row with the route of num_topk slots: 3808 + 48 for mxfp4, 7168, top-8."""
     return wire.row_bytes(hidden) + num_topk * route_slot_bytes(weights=True)
@@ -122,13 +141,29 @@ def sqnr_db(signal: float, noise: float) -> float | None:
 
 
 @dataclasses.dataclass(frozen=True)
+class Beside:
+    """The product that ran beside a dispatch, and what it hid.
+
+    Attributes:
+        size: rows and columns of its matrices.
+        repeats: how many such products one after the other.
+        hidden_share: of the time that the dispatch takes alone, as `hidden_share` gives it.
+    """
+
+    size: int
+    repeats: int
+    hidden_share: float
+
+
+@dataclasses.dataclass(frozen=True)
 class Row:
     """What was measured of one operation with one wire format.
 
     Attributes:
-        op: ``"dispatch"``, ``"combine"``, or ``"plain"``: an all-to-all of BF16 rows, one copy per
-            expert.
-        format: wire format of the operation.
+        op: ``"dispatch"``, ``"combine"``; ``"plain"``: an all-to-all of BF16 rows, one copy per
+            expert; ``"round_trip"``: dispatch, then combine, as one call; ``"overlap"``: a dispatch
+            with a matrix product beside it.
+        format: wire format of the operation, of a round trip's dispatch.
         dispatch: wire format of the dispatch; that of the same run for a combine.
         tokens: of the rank that has most.
         wire_rows: rows sent.
@@ -136,13 +171,15 @@ class Row:
         bf16_bytes: what the busiest rank would have sent in bf16.
         expert_bytes: what one copy per expert instead of one per rank would have cost, all ranks.
         time: of the slowest rank in each iteration.
-        parts_us: median of each part of the call, slowest rank.
+        parts_us: median of each part of the call, slowest rank; of an overlap the dispatch alone
+            and the product alone.
         num_checked: rows whose contents were compared, on all ranks.
         num_wrong: rows that differ from the reference, on all ranks.
         sqnr_db: of the dispatched rows against x, where compared.
         route: ``"flat"`` or ``"two_hop"``, whose rows of both hops are counted.
         between_bytes: of the rank that sends most to other nodes, those.
         inside_bytes: of the rank that sends most to other ranks of its node, those.
+        beside: of an overlap.
     """
 
     op: str
@@ -161,6 +198,7 @@ class Row:
     route: str = "flat"
     between_bytes: int = 0
     inside_bytes: int = 0
+    beside: Beside | None = None
 
     @property
     def algbw_gbs(self) -> float:
@@ -185,9 +223,17 @@ class Row:
         return None if base is None else speedup(base.time.median_us, self.time.median_us)
 
 
+def has_bf16_base(op: str) -> bool:
+    """Whether bf16 does the same work: not in an overlap, whose product is as long as its dispatch.
+
+    The plain all-to-all has no wire format to choose.
+    """
+    return op in (*PARTS, ROUND_TRIP)
+
+
 def _is_base_of(row: Row, other: Row) -> bool:
     of_base = row.op, "bf16", row.route
-    return row.op in PARTS and (other.op, other.dispatch, other.route) == of_base
+    return has_bf16_base(row.op) and (other.op, other.dispatch, other.route) == of_base
 
 
 @dataclasses.dataclass(frozen=True)

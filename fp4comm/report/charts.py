@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from fp4comm.report.compare import AXES, Comparison, Series, series, shared_gpus, shown
-from fp4comm.report.results import Result, Row
+from fp4comm.report.compare import AXES, Comparison, Series, series, shared_gpus
+from fp4comm.report.results import Result, Row, shown
 
 # On a light page and on a dark one.  Drawn in the light colour, which in an SVG becomes a variable
 # of the page's style; so no two may be the same.  Each is at least 3:1 against its page.

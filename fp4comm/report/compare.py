@@ -11,7 +11,7 @@ from typing import Any
 from fp4comm.formats import FORMATS
 from fp4comm.predict import report as predict_report
 from fp4comm.predict.plan import plan_of
-from fp4comm.report.results import Result, Row, Setup, of_content
+from fp4comm.report.results import Result, Row, Setup, of_content, shown
 from fp4comm.topology import load
 
 AXES = ("tokens", "skew")  # that speed-ups are drawn over
@@ -56,13 +56,6 @@ def misfits(measured: Setup, predicted: Setup) -> list[str]:
         for name in ours
         if ours[name] is None or ours[name] != theirs[name]
     ]
-
-
-def shown(value: Any) -> str:
-    """Write a field of a setup."""
-    if value is None:
-        return "unknown or mixed"
-    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def predict(result: Result, file: Path) -> Result:

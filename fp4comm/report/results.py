@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from fp4comm import topology
-from fp4comm.bench.rows import bandwidth_gbs, speedup
+from fp4comm.bench.report import read_json
+from fp4comm.bench.rows import bandwidth_gbs, has_bf16_base, speedup
 from fp4comm.predict.plan import EXPERTS
 from fp4comm.topology import TopologyError
 
@@ -81,12 +82,20 @@ class Setup:
     alignment: int
 
 
+def shown(value: Any) -> str:
+    """Write a field of a setup."""
+    if value is None:
+        return "unknown or mixed"
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """One file.
+    """A file, or one of several results in it.
 
     Attributes:
-        name: of the file, without folder and ending; with a number if another has the same.
+        name: of the file, without folder and ending; with a number if another has the same, and
+            with what tells it from others of its file.
         content: of the file, as it is.
     """
 
@@ -123,7 +132,7 @@ class Result:
     def vs_bf16(self, row: Row) -> float | None:
         """Times faster than the same operation of the bf16 dispatch on the same route."""
         wanted = (row.op, "bf16", row.route)
-        if row.op == "plain":
+        if not has_bf16_base(row.op):
             return None
         return self._vs(row, lambda r: (r.op, r.dispatch, r.route) == wanted)
 
@@ -186,8 +195,9 @@ def read(files: Sequence[Path]) -> tuple[list[Result], list[Path]]:
                 topology.load(file)
                 topologies.append(file)
             else:
-                names = [result.name for result in results]
-                results.append(_result(_unused(file.stem, names), _json(file)))
+                for result in _results(file.stem, _json(file)):
+                    name = _unused(result.name, [other.name for other in results])
+                    results.append(dataclasses.replace(result, name=name))
         except TopologyError as error:
             wrong.append(str(error))
         except ReportError as error:
@@ -207,13 +217,34 @@ def _unused(stem: str, names: Sequence[str]) -> str:
     return name
 
 
-def _json(file: Path) -> Any:
+def _json(file: Path) -> list[Any]:
     try:
-        return json.loads(file.read_text(encoding="utf-8"))
+        return read_json(file)
     except OSError as error:
         raise ReportError(f"expected {EXPECTED}, got no file ({error.strerror})") from error
     except (ValueError, RecursionError) as error:
         raise ReportError(f"expected {EXPECTED}, got no JSON ({error})") from error
+
+
+def _results(name: str, contents: Sequence[Any]) -> list[Result]:
+    """Check each result of a file; several are named by what they differ in."""
+    if len(contents) == 1:
+        return [_result(name, contents[0])]
+    if not contents:
+        raise ReportError(f"expected {EXPECTED}, got an empty list")
+    results = []
+    for number, content in enumerate(contents):
+        try:
+            results.append(_result(name, content))
+        except ReportError as error:
+            raise ReportError(f"result {number} of the list: {error}") from error
+    setups = [dataclasses.asdict(result.setup) for result in results]
+    differing = [key for key in setups[0] if len({setup[key] for setup in setups}) > 1]
+    told = [", ".join(f"{key} {shown(setup[key])}" for key in differing) for setup in setups]
+    return [
+        dataclasses.replace(result, name=f"{name} ({of_case})" if of_case else name)
+        for result, of_case in zip(results, told, strict=True)
+    ]
 
 
 def _result(name: str, content: Any) -> Result:

@@ -28,6 +28,7 @@ from fp4comm.transport._base import (
 )
 from fp4comm.transport._call import SAME_ORDER, Call, CallShape, splits_disagreement
 
+LAUNCHED = ("OMPI_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS")  # ranks that mpirun, srun started
 TOLD_TAG = 0  # a peer tells of its failure, or that its process ends
 TAG_LABELS = 512  # a tag is the call's number and one of these: 1 for counts, else by label
 NUM_SPINS = 2000  # polls in vain that only yield the core; ranks may share it
@@ -97,12 +98,13 @@ class MpiTransport(BaseTransport):
             raise RuntimeError(
                 f'transport "{self.name}": MPI is not running: not initialized, or finalized'
             )
-        launched = os.environ.get("OMPI_COMM_WORLD_SIZE", "1")
+        launched = next((os.environ[name] for name in LAUNCHED if name in os.environ), "1")
         if launched.isdigit() and int(launched) > 1 and mpi.COMM_WORLD.Get_size() == 1:
             raise RuntimeError(
                 f'transport "{self.name}": this process was started as one of {launched}, but its'
-                " MPI sees itself alone: mpirun belongs to another MPI than the one that mpi4py"
-                f" loads ({mpi.Get_library_version().splitlines()[0]}); use the mpirun of that MPI"
+                " MPI sees itself alone: the launcher belongs to another MPI than the one that"
+                f" mpi4py loads ({mpi.Get_library_version().splitlines()[0]}); use the mpirun of"
+                " that MPI, or srun --mpi=pmix if it was built with PMIx"
             )
         if comm is None:
             return mpi.COMM_WORLD

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import time
 
 import numpy as np
 import on_device
@@ -10,15 +11,16 @@ import ranks
 import torch
 from click.testing import CliRunner
 from compiled import kernels_are_compiled  # noqa: F401
-from on_device import busy, to
+from on_device import busy, synchronize, to
 from test_bench import FAULTS, SMALL
 
 from fp4comm import AllToAll, Precision, WireFormat, transport
+from fp4comm.bench import product
 from fp4comm.bench import run as bench
 from fp4comm.bench.check import Checked, Checker, expert_outputs
 from fp4comm.bench.clock import Stopwatch
 from fp4comm.bench.plain import plain_dispatch
-from fp4comm.bench.rows import PARTS, RELAY
+from fp4comm.bench.rows import ALSO, PARTS, RELAY
 from fp4comm.cli import cli
 from fp4comm.routing import Placement
 
@@ -52,17 +54,36 @@ def test_every_row_is_right(arrive, num_ranks):
         iterations=2,
         device=DEVICE.type,
         plain=True,
+        also=ALSO,
     )
     report, *_ = transport.run_local(
         num_ranks, lambda t: bench.measure(t, workload, settings), timeout_s=120
     )
-    assert [row.op for row in report.rows] == ["plain", *["dispatch", "combine"] * 4]
+    assert [row.op for row in report.rows] == ["plain", *["dispatch", "combine", *ALSO] * 4]
+    parts = {**PARTS, "overlap": ("dispatch", "product")}
     for row in report.rows:
         assert row.num_wrong == 0, row
         assert row.num_checked > 0
         assert row.time.median_us > 0
-        assert set(row.parts_us) == {*PARTS.get(row.op, ())} - {RELAY}
+        assert set(row.parts_us) == {*parts.get(row.op, ())} - {RELAY}
         assert all(us > 0 for us in row.parts_us.values())
+
+
+@on_a_gpu
+def test_a_product_takes_about_as_long_as_it_should_and_the_host_goes_on():
+    alone = transport.open("local")
+    stopwatch, device = Stopwatch(alone, "cuda"), torch.device("cuda", torch.cuda.current_device())
+    for target_us in (300.0, 5000.0):
+        made = product.sized(alone, stopwatch, device, target_us)
+        took_us = product.slowest_us(alone, stopwatch, made.run)
+        assert target_us / 2 < took_us < target_us * 2, (made.size, made.repeats)
+    synchronize()
+    busy(200)
+    start = time.perf_counter()
+    made.run()
+    assert time.perf_counter() - start < 0.05
+    synchronize()
+    assert time.perf_counter() - start > 0.1  # behind what was on the stream before
 
 
 def dispatched():
@@ -116,6 +137,26 @@ def test_the_command_says_what_it_ran_on(tmp_path):
     assert content["gpus"] == (0 if DEVICE.type == "cpu" else min(2, torch.cuda.device_count()))
     if DEVICE.type == "cuda":
         assert "parts (in --json): as many further calls" in result.output
+
+
+def test_several_cases_with_a_round_trip_and_an_overlap(tmp_path):
+    file = tmp_path / "out.json"
+    options = ["--tokens", "1", "--wire", "bf16,mxfp4", "--also", ",".join(ALSO), "--no-plain"]
+    result = CliRunner().invoke(cli, ["bench", *TINY, *options, "--json", str(file)])
+    assert result.exit_code == 0, result.output
+    assert ("all on one stream of the caller's" in result.output) == (DEVICE.type == "cuda")
+    contents = json.loads(file.read_text())
+    assert [content["tokens"] for content in contents] == [[24, 24], [1, 1]]
+    for content in contents:
+        assert content["wrong_rows"] == 0
+        assert [row["op"] for row in content["rows"]] == ["dispatch", "combine", *ALSO] * 2
+        for row in content["rows"]:
+            if row["op"] == "overlap":
+                alone = row["parts_us"]["dispatch"], row["parts_us"]["product"]
+                share = (sum(alone) - row["time"]["median_us"]) / alone[0]
+                assert row["beside"]["hidden_share"] == pytest.approx(share)
+            else:
+                assert row["beside"] is None
 
 
 def test_the_demo_runs(tmp_path):

@@ -1,0 +1,80 @@
+"""Cases of a benchmark: every combination of the sizes that the command line gives."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+from fp4comm.bench.wires import separated
+from fp4comm.bench.workload import Recorded, Synthetic, Workload
+
+SYNTHETIC = {"tokens": 1024, "hidden": 2048, "experts": 64, "topk": 8}  # defaults without --data
+UNIFORM = "0"  # default of skew
+SWEPT = ("hidden", "experts", "topk", "skew", "tokens")  # the last one changes fastest
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One set of inputs.
+
+    Attributes:
+        sizes: by option, as given; None where it was not.
+        workload: made of them.
+    """
+
+    sizes: dict[str, Any]
+    workload: Workload
+
+
+def cases_of(options: dict[str, Any], num_ranks: int) -> list[Case]:
+    """Make the inputs of each combination, so that a mistake in any of them shows now.
+
+    Args:
+        options: of ``fp4comm bench``; those in SWEPT hold texts with one or several values.
+        num_ranks: for as many ranks.
+
+    Raises:
+        ValueError: naming the option.
+    """
+    values = [_values(name, options[name]) for name in SWEPT]
+    sizes = [dict(zip(SWEPT, combined, strict=True)) for combined in itertools.product(*values)]
+    return [Case(of_case, _workload({**options, **of_case}, num_ranks)) for of_case in sizes]
+
+
+def varying(cases: Sequence[Case]) -> list[str]:
+    """Name the options in which the cases differ."""
+    return [name for name in SWEPT if len({case.sizes[name] for case in cases}) > 1]
+
+
+def _values(name: str, texts: Sequence[str]) -> Sequence[Any]:
+    if name == "skew":
+        return separated(texts) or (UNIFORM,)
+    return [_whole(name, text) for text in separated(texts)] or [None]
+
+
+def _whole(name: str, text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise ValueError(f"{name}: expected whole numbers, got {text!r}") from None
+
+
+def _workload(options: dict[str, Any], num_ranks: int) -> Workload:
+    """Make the inputs that the options of one case name."""
+    if not options["data"]:
+        sizes = {n: v if options[n] is None else options[n] for n, v in SYNTHETIC.items()}
+        tokens, hidden, num_experts, num_topk = sizes.values()
+        skew, seed = options["skew"], options["seed"]
+        return Synthetic(num_ranks, tokens, hidden, num_experts, num_topk, skew, seed)
+    recorded = Recorded(options["data"], num_ranks, options["experts"], options["tokens"])
+    for name, found, default in (
+        ("hidden", recorded.hidden, None),
+        ("topk", recorded.num_topk, None),
+        ("skew", "none", UNIFORM),
+        ("seed", "none", 0),
+    ):
+        if options[name] not in (default, found):
+            raise ValueError(f"{name}: expected {found} with this data, got {options[name]}")
+    return recorded
