@@ -2,12 +2,13 @@
 # make test    the test suite          make lint    ruff, mypy, codespell, clang-format
 # make venv    set up .venv alone      make clean   remove what make made
 #
-# PYTHON=python3.12 chooses the interpreter (>= 3.10), RANKS=2 the ranks of the demo, ARGS=... adds
-# options to the demo or to pytest.  Each of demo, test and lint installs into .venv what it needs,
-# once.
+# PYTHON=python3.12 chooses the interpreter (>= 3.10), RANKS=2 the ranks of the demo, JOBS=1 the tests
+# that run side by side, ARGS=... adds options to the demo or to pytest.  Each of demo, test and lint
+# installs into .venv what it needs, once.
 
 PYTHON ?= python3
 RANKS ?= 4
+JOBS ?= 2
 ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
@@ -23,7 +24,7 @@ demo: $(VENV)/installed
 	$(MPIRUN) -n $(RANKS) $(BIN)/fp4comm demo $(ARGS)
 
 test: $(VENV)/installed-test
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(ARGS)
 
 lint: $(VENV)/installed-lint
 	$(BIN)/ruff check .
