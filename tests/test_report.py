@@ -14,7 +14,8 @@ from fp4comm.report import charts, compare, page, results
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-H200 = sorted(RESULTS.glob("dispatch_h200_*.json"))
+SHAPES = ("8_ranks_128", "8_ranks", "2_nodes")
+H200 = [RESULTS / f"dispatch_h200_{shape}.json" for shape in SHAPES]
 DEMO = RESULTS / "demo_4_ranks.json"
 VOID = {"meta", "link", "br", "hr", "img", "input"}
 
@@ -132,7 +133,9 @@ def test_the_picture_opens_and_says_what_it_shows(tmp_path):
         picture.load()
         assert picture.width > 1000
         assert len(picture.getcolors(1 << 24)) > 8
-        assert "dispatch mxfp4: 3.79 ms" in picture.info["Description"]
+        (row,) = (r for r in json.loads(H200[1].read_text())["rows"] if r["format"] == "mxfp4")
+        text = f"dispatch mxfp4: {row['time']['median_us'] / 1e3:.2f} ms"
+        assert text in picture.info["Description"]
 
 
 def test_the_readme_shows_what_its_command_makes(tmp_path):
@@ -270,7 +273,8 @@ def test_a_topology_of_another_device_predicts_nothing():
 
 def test_it_says_what_was_not_measured(tmp_path, bench_file):
     alone = changed(bench_file, tmp_path / "alone.json", ranks=1, git=None)
-    told = passed("report", *H200, alone, "--html", tmp_path / "o.html")
+    other = changed(H200[1], tmp_path / "other.json", git={"commit": "0123abc", "dirty": None})
+    told = passed("report", *H200, other, alone, "--html", tmp_path / "o.html")
     for text in (
         "wire formats not measured: mxfp8",
         "2 virtual nodes of one host: what is between them is no real network",
@@ -278,7 +282,7 @@ def test_it_says_what_was_not_measured(tmp_path, bench_file):
         "rows of 144 of 32,768 tokens were compared",
         "alone: one rank: nothing left it",
         "alone: the commit is unknown",
-        "dispatch_h200_8_ranks_128, dispatch_h200_8_ranks are of different commits",
+        "are of different commits",
         "no two results differ in skew alone",
         "no plan or topology here fits",
     ):
