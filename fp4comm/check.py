@@ -11,6 +11,7 @@ from torch.autograd import forward_ad
 from fp4comm.formats import FP8_BLOCK, MX_BLOCK
 
 MAX_INT32 = 2**31 - 1
+ALIGNMENT = 16  # bytes, of the widest access of a kernel
 MAX_LOCAL_EXPERTS = 2**15 - 1  # the route carries local experts as int16
 
 BLOCK_REASON = "(an MX block has 32 elements)"
@@ -243,6 +244,9 @@ def out(name: str, value: Any, shape: tuple[int, int], device: torch.device) -> 
         )
     if value.device != device:
         raise ValueError(f"{name}: expected on {device} as x of dispatch, got {value.device}")
+    if value.data_ptr() % ALIGNMENT:
+        past = value.data_ptr() % ALIGNMENT
+        raise ValueError(f"{name}: expected at a multiple of {ALIGNMENT} bytes, got {past} past one")
 
 
 def wants_gradient(*tensors: Any) -> bool:

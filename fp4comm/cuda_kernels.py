@@ -23,12 +23,12 @@ import numpy as np
 import torch
 
 from fp4comm import gpu
+from fp4comm.check import ALIGNMENT
 
 FOLDER = Path(__file__).resolve().parent / "cuda"  # in a checkout a link
 READ_ONE_BY_ONE = torch.int32, torch.int64  # elements of tables
 CODES = {int: "Q", np.int32: "i", np.uint32: "I", np.int64: "q"}  # of `struct`; int: an address
 MIN_CAPABILITY = 8, 0  # Ampere: the first with BF16 arithmetic
-ALIGNMENT = 16  # bytes, of the widest access
 OPTIONS = ("-std=c++17", "-ftz=false", "-fmad=false", "-prec-div=true", "-prec-sqrt=true")
 
 Options = tuple[str, ...]  # of the compiler, beside our own

@@ -113,6 +113,11 @@ def mistake(**changed):
             r"out: expected contiguous with shape \[3, 32\], got \[3, 32\] with strides \[1, 3\]",
         ),
         (
+            {"out": torch.ones(97).bfloat16()[1:].view(3, 32)},
+            ValueError,
+            "out: expected at a multiple of 16 bytes, got 2 past one",
+        ),
+        (
             {"rows": torch.ones(3, 32, dtype=torch.bfloat16, requires_grad=True)},
             RuntimeError,
             "rows: expected no gradient to be wanted",
