@@ -244,9 +244,10 @@ def out(name: str, value: Any, shape: tuple[int, int], device: torch.device) -> 
         )
     if value.device != device:
         raise ValueError(f"{name}: expected on {device} as x of dispatch, got {value.device}")
-    if value.data_ptr() % ALIGNMENT:
-        past = value.data_ptr() % ALIGNMENT
-        raise ValueError(f"{name}: expected at a multiple of {ALIGNMENT} bytes, got {past} past one")
+    if past := value.data_ptr() % ALIGNMENT:
+        raise ValueError(
+            f"{name}: expected at a multiple of {ALIGNMENT} bytes, got {past} past one"
+        )
 
 
 def wants_gradient(*tensors: Any) -> bool:

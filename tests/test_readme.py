@@ -9,7 +9,7 @@ import pytest
 import ranks
 
 BLOCKS = re.findall(r"```python\n(.*?)```", (ranks.ROOT / "README.md").read_text(), re.S)
-ELSEWHERE = ".cuda", "dist.init_process_group", "megatron"  # a GPU; below; tests/mpi/megatron_layers.py
+ELSEWHERE = ".cuda", "dist.init_process_group", "megatron"  # on a GPU; below; in its own tests
 ON_GROUPS = [block for block in BLOCKS if "dist.init_process_group" in block]
 
 
