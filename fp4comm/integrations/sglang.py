@@ -1,6 +1,6 @@
 """SGLang: tokens go to their experts in 4 bits, and SGLang's own runners compute on the FP8 rows.
 
-Run with SGLang 0.5.23, on CPU ranks: its settings, plugin hooks, factory, base class and types, with
+Run with SGLang 0.5.23, on CPU ranks: its settings, plugin hooks, factory, base class, types, with
 experts in plain torch in place of its runners.  Not run, since they need a GPU: those runners
 (DeepGEMM), its layers around them, and a server.
 
