@@ -1,12 +1,13 @@
-"""Hugging Face Transformers: experts of a model spread over ranks, by the experts function "fp4comm".
+"""Hugging Face Transformers: a model's experts spread over ranks, by experts function "fp4comm".
 
     router (the model's own) -> dispatch -> this rank's experts -> combine
 
-Importing this module registers the function.  Each rank runs the model on a batch of its own; tokens
-go to the ranks of their experts in each MoE layer, which is collective, forward and backward.
+Importing this module registers the function.  Each rank runs the model on a batch of its own; in
+each MoE layer tokens go to the ranks of their experts, which is collective, forward and backward.
 
-Run with transformers 5.24.0 and torch 2.13.0, gloo on CPU ranks: Mixtral, Qwen3-MoE, DeepSeek-V3,
-gpt-oss (biases, transposed weights, a gate of its own) and experts without a gate (Nemotron-H).
+Run with transformers 5.24.0 and 5.20.2, torch 2.13.0 and gloo on CPU ranks: Mixtral, Qwen3-MoE,
+DeepSeek-V3, gpt-oss (biases, transposed weights, a gate of its own), and experts without a gate
+(Nemotron-H).
 """
 
 from __future__ import annotations
@@ -23,12 +24,17 @@ from fp4comm.precision import Precision
 from fp4comm.routing import Placement
 
 NAME = "fp4comm"
-SUPPORTED = "supported are releases with transformers.integrations.moe.ALL_EXPERTS_FUNCTIONS, as 5.24"
+SUPPORTED = (
+    "supported are releases with transformers.integrations.moe.ALL_EXPERTS_FUNCTIONS, run with 5.20"
+    " and 5.24"
+)
 
 try:
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 except ImportError as error:
-    raise ImportError(f"transformers: {error} ({SUPPORTED}; pip install 'transformers>=5')") from error
+    raise ImportError(
+        f"transformers: {error}; {SUPPORTED}: pip install 'transformers>=5.20'"
+    ) from error
 
 # What the hook notes in each experts module that has it.
 HOOK_ATTRIBUTES = ("has_gate", "has_bias", "is_transposed")
@@ -147,6 +153,7 @@ ALL_EXPERTS_FUNCTIONS.register(NAME, experts_forward)
 
 def apply_experts(module: Any, d: Dispatched) -> torch.Tensor:
     """Apply this rank's experts to the rows that arrived, as the model's own functions would."""
+    assert d.rows is not None  # they arrive in BF16
     out = _linear(module, "gate_up_proj" if module.has_gate else "up_proj", d.rows, d)
     out = module._apply_gate(out) if module.has_gate else module.act_fn(out)
     out = _linear(module, "down_proj", out, d)
@@ -219,7 +226,7 @@ def _check_experts(name: str, module: Any) -> tuple[int, int]:
 
 
 def _of_experts(module: Any) -> dict[str, torch.nn.Parameter]:
-    """Parameters with an entry for each expert; those of submodules, as norms, all of them share."""
+    """Parameters with an entry for each expert; those of submodules all experts share."""
     return dict(module.named_parameters(recurse=False))
 
 

@@ -8,6 +8,7 @@ tie of the router: tokens from there on are not compared.
 """
 
 import copy
+import importlib
 import os
 import sys
 from pathlib import Path
@@ -19,8 +20,12 @@ import conformance
 import torch
 import torch.distributed as dist
 import transformers
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import distribute_tensor
+from transformers.integrations import moe
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHExperts
+from transport_cases import raises
 
 from fp4comm import Precision, quantize
 from fp4comm.integrations import transformers as adapter
@@ -201,9 +206,10 @@ def check_training(kind, wire, t):
         else:
             dist.all_reduce(got)
         error = relative(got.flatten(), want.flatten())
+        # Sums over tokens, in BF16, each in the order of its batches.
         assert error <= 2 * LIMIT, f"{name}: {error}"
     with torch.no_grad():
-        for name, parameter in sharded.named_parameters():
+        for parameter in sharded.parameters():
             parameter -= 0.05 * parameter.grad
     total, after = loss.detach(), sharded(batches[t.rank], labels=batches[t.rank]).loss.detach()
     dist.all_reduce(total)
@@ -217,7 +223,7 @@ def conforming(t):
         n_routed_experts=6, hidden_size=64, moe_intermediate_size=64, mlp_hidden_act="linear"
     )
 
-    def moe(x, idx, weights, expert):
+    def layer_of(x, idx, weights, expert):
         layer = torch.nn.ModuleDict({"experts": NemotronHExperts(config).bfloat16()})
         factors = torch.cat([expert(torch.ones(1, 64), e) for e in range(6)])
         with torch.no_grad():
@@ -226,18 +232,86 @@ def conforming(t):
         adapter.shard_experts(layer)
         return layer["experts"](x, torch.where(idx < 0, 6, idx), weights)
 
-    return moe
+    return layer_of
+
+
+def check_autocast(t):
+    """A model in float32, under autocast: gradients come in float32 too."""
+    model = make("Mixtral").float()
+    adapter.shard_experts(model)
+    ids = tokens_of(t.rank, 2, 3)
+    with torch.autocast("cpu", torch.bfloat16):
+        model(ids, labels=ids).loss.backward()
+    assert all(p.grad.dtype == torch.float32 for p in model.parameters())
+
+
+def check_mistakes(t):
+    """All ranks make each of them, as the model is the same on all."""
+    mistakes = {
+        "model: expected experts with Transformers' experts hook, got Linear without": (
+            ValueError, lambda: adapter.shard_experts(torch.nn.Linear(2, 2))),
+        "hidden: expected a multiple of 32, got 80": (
+            ValueError, lambda: adapter.shard_experts(make("Mixtral", hidden_size=80))),
+        "got model.layers.0.mlp.experts sharded already": (
+            ValueError, lambda: adapter.shard_experts(adapter.shard_experts(make("Mixtral")))),
+        "got model.layers.0.mlp.experts.gate_up_proj on a device mesh": (
+            ValueError, lambda: adapter.shard_experts(on_mesh(make("Mixtral"), t))),
+        "got model.layers.0.mlp.experts.gate_up_proj in torch.float8_e4m3fn": (
+            TypeError, lambda: adapter.shard_experts(make("Mixtral").to(torch.float8_e4m3fn))),
+        "expected 9 experts in the first dimension of model.layers.0.mlp.experts.scale": (
+            ValueError, lambda: adapter.shard_experts(with_scale(make("Mixtral")))),
+        "experts: expected shard_experts(model, group)": (
+            RuntimeError, lambda: of_implementation("fp4comm")(tokens_of(0, 1, 2))),
+        'experts: expected experts implementation "fp4comm", since they are sharded, got "eager"': (
+            RuntimeError, lambda: eager_again()(tokens_of(0, 1, 2))),
+        "x: expected bfloat16 or an FP8 pair": (
+            TypeError, lambda: adapter.shard_experts(make("Mixtral").float())(tokens_of(0, 1, 2))),
+    }  # fmt: skip
+    for text, (kind, mistake) in mistakes.items():
+        with raises(kind, text):
+            mistake()
+    with raises(ImportError, "cannot import name 'ALL_EXPERTS_FUNCTIONS'", "; supported are"):
+        del moe.ALL_EXPERTS_FUNCTIONS
+        importlib.reload(adapter)
+    moe.ALL_EXPERTS_FUNCTIONS = ALL_EXPERTS_FUNCTIONS
+
+
+def on_mesh(model, t):
+    mesh = init_device_mesh("cpu", (t.num_ranks,))
+    experts = model.model.layers[0].mlp.experts
+    experts.gate_up_proj = torch.nn.Parameter(distribute_tensor(experts.gate_up_proj, mesh))
+    return model
+
+
+def with_scale(model):
+    model.model.layers[0].mlp.experts.scale = torch.nn.Parameter(torch.ones(1))
+    return model
+
+
+def of_implementation(name):
+    config = transformers.MixtralConfig(**SIZES | MODELS["Mixtral"], experts_implementation=name)
+    return transformers.MixtralForCausalLM(config).bfloat16()
+
+
+def eager_again():
+    model = adapter.shard_experts(make("Mixtral"))
+    model.set_experts_implementation("eager")
+    return model
 
 
 dist.init_process_group("gloo")
 t = transport_of()
 conformance.check(conforming(t), t, num_experts=6, hidden=64, trains=True)
+has_grouped_mm, adapter._has_grouped_mm = adapter._has_grouped_mm, lambda *_: False
+conformance.check(conforming(t), t, num_experts=6, hidden=64, trains=True, num_random=4)
+adapter._has_grouped_mm = has_grouped_mm
+check_autocast(t)
+check_mistakes(t)
 for kind in MODELS:
     model = make(kind).eval()
     for wire in ("bf16", "mxfp4"):
         sharded, whole = shard(model, t, wire)
         check_logits(sharded, whole, model, wire, t)
         check_generate(sharded, whole, t)
-        if kind != "GptOss":
-            check_training(kind, wire, t)
+        check_training(kind, wire, t)
         print(f"rank {t.rank}: {kind} {wire} right", flush=True)
