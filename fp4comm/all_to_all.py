@@ -24,7 +24,7 @@ from fp4comm.formats import WireFormat
 from fp4comm.packed import SCALE_LAYOUTS, PackedRows
 from fp4comm.precision import Precision
 from fp4comm.routing import Placement, RelayPlan, RoutePlan
-from fp4comm.transport import Transport
+from fp4comm.transport import Transport, lent, stopping_peers
 
 ARRIVALS = ("fp8", "bf16", "packed")
 
@@ -597,14 +597,9 @@ class AllToAll:
     @contextlib.contextmanager
     def _phase(self, operation: str, part: str, label: str = "") -> Iterator[None]:
         """Lend the transport our time limit, phase and label, and count the seconds."""
-        name, transport = f"{operation} {part}", self._transport
-        before = transport.phase, transport.timeout_s, transport.label
-        transport.phase, transport.timeout_s, transport.label = name, self.timeout_s, label
-        start = self._now()
-        try:
+        name, start = f"{operation} {part}", self._now()
+        with lent(self._transport, name, self.timeout_s, label):
             yield
-        finally:
-            transport.phase, transport.timeout_s, transport.label = before
         if self.timings is not None:
             seconds = self._now() - start
             self.timings[name] = self.timings.get(name, 0.0) + seconds
@@ -616,14 +611,9 @@ class AllToAll:
                 torch.cuda.synchronize()
         return time.perf_counter()
 
-    @contextlib.contextmanager
-    def _stopping_peers(self, operation: str) -> Iterator[None]:
+    def _stopping_peers(self, operation: str) -> contextlib.AbstractContextManager[None]:
         """If this rank fails where the others cannot know, tell them."""
-        try:
-            yield
-        except BaseException as error:
-            self._transport.abort(f"{operation}: {type(error).__name__}: {error}")
-            raise
+        return stopping_peers(self._transport, operation)
 
     def _local(self, counts: Any) -> Any:
         """Columns of this rank's experts: ranks with fewer leave the last one empty."""

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
+from fp4comm import gpu
 from fp4comm.formats import FP8_BLOCK, MX_BLOCK
 
 MAX_INT32 = 2**31 - 1
-ALIGNMENT = 16  # bytes, of the widest access of a kernel
 MAX_LOCAL_EXPERTS = 2**15 - 1  # the route carries local experts as int16
 
 BLOCK_REASON = "(an MX block has 32 elements)"
@@ -244,9 +244,9 @@ def out(name: str, value: Any, shape: tuple[int, int], device: torch.device) -> 
         )
     if value.device != device:
         raise ValueError(f"{name}: expected on {device} as x of dispatch, got {value.device}")
-    if past := value.data_ptr() % ALIGNMENT:
+    if past := value.data_ptr() % gpu.ALIGNMENT:
         raise ValueError(
-            f"{name}: expected at a multiple of {ALIGNMENT} bytes, got {past} past one"
+            f"{name}: expected at a multiple of {gpu.ALIGNMENT} bytes, got {past} past one"
         )
 
 

@@ -23,7 +23,6 @@ import numpy as np
 import torch
 
 from fp4comm import gpu
-from fp4comm.check import ALIGNMENT
 
 FOLDER = Path(__file__).resolve().parent / "cuda"  # in a checkout a link
 READ_ONE_BY_ONE = torch.int32, torch.int64  # elements of tables
@@ -107,7 +106,7 @@ def launch(
     for arg in args:
         if isinstance(arg, torch.Tensor):
             address = arg.data_ptr()
-            if address % ALIGNMENT and arg.dtype not in READ_ONE_BY_ONE:
+            if address % gpu.ALIGNMENT and arg.dtype not in READ_ONE_BY_ONE:
                 copies.append(arg.clone())  # of a view that starts between wide accesses
                 address = copies[-1].data_ptr()
             arg = address

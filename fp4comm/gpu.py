@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+ALIGNMENT = 16  # bytes, of the widest access of a kernel
+
 
 def missing() -> str | None:
     """Return ``needs ...``, what torch lacks for a GPU, or None."""

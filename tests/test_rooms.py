@@ -21,7 +21,7 @@ ALLOWED = {
     "_version": set(),
     "formats": set(),
     "precision": {"formats"},
-    "check": {"formats"},
+    "check": {"formats", "gpu"},
     "eager": set(),
     "gpu": set(),
     "texts": set(),
@@ -151,12 +151,15 @@ def test_every_public_name_has_a_docstring():
                     assert member.__doc__, f"{name}.{part}"
 
 
+FRAMEWORKS = "megatron", "sglang", "torchtitan", "transformers", "vllm"
 WITH_EXAMPLES = sorted(p for p in PACKAGE.rglob("*.py") if ">>>" in p.read_text())
 
 
 @pytest.mark.parametrize("path", WITH_EXAMPLES, ids=lambda p: str(p.relative_to(ROOT)))
 def test_examples_in_docstrings(path):
     module = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+    if path.parent.name == "integrations" and path.stem in FRAMEWORKS:
+        pytest.importorskip(path.stem, reason=f"needs {path.stem}")
     result = doctest.testmod(importlib.import_module(module))
     assert result.failed == 0
     assert result.attempted > 0

@@ -27,7 +27,7 @@ from fp4comm.eager import uncompiled
 from fp4comm.formats import WireFormat
 from fp4comm.integrations._common import transport_of
 from fp4comm.packed import PackedRows
-from fp4comm.transport import Transport
+from fp4comm.transport import Transport, lent, stopping_peers
 from fp4comm.transport._arguments import as_splits
 
 NAME = "all_to_all_rows"
@@ -253,27 +253,6 @@ class AllToAllRows(torch.autograd.Function):
             _ = ctx.saved_tensors
             gradient = ctx.of_gradient(gradients[0]).to(ctx.dtype)
         return *autograd.differentiable_once(gradient), None, None, None
-
-
-@contextlib.contextmanager
-def lent(transport: Transport, phase: str, timeout_s: float, label: str = "") -> Iterator[None]:
-    """Lend the transport a phase, a time limit and a label."""
-    before = transport.phase, transport.timeout_s, transport.label
-    transport.phase, transport.timeout_s, transport.label = phase, timeout_s, label
-    try:
-        yield
-    finally:
-        transport.phase, transport.timeout_s, transport.label = before
-
-
-@contextlib.contextmanager
-def stopping_peers(transport: Transport, operation: str) -> Iterator[None]:
-    """If this rank fails where the others cannot know, tell them."""
-    try:
-        yield
-    except BaseException as error:
-        transport.abort(f"{operation}: {type(error).__name__}: {error}")
-        raise
 
 
 def _weights(source: Any, target: Any) -> np.ndarray:

@@ -9,7 +9,8 @@ need.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -19,7 +20,16 @@ import torch
 from fp4comm.transport._base import Work
 from fp4comm.transport.local import LocalTransport, World, run_local
 
-__all__ = ["NAMES", "Transport", "Work", "available", "open", "run_local"]
+__all__ = [
+    "NAMES",
+    "Transport",
+    "Work",
+    "available",
+    "lent",
+    "open",
+    "run_local",
+    "stopping_peers",
+]
 
 NAMES = ("local", "mpi", "nccl", "torch")
 
@@ -178,6 +188,27 @@ def open(  # shadows the built-in, which this module does not use
 
         return NcclTransport(comm, timeout_s)
     return LocalTransport(World(1), 0, timeout_s)
+
+
+@contextlib.contextmanager
+def lent(transport: Transport, phase: str, timeout_s: float, label: str = "") -> Iterator[None]:
+    """Lend the transport a phase, a time limit and a label."""
+    before = transport.phase, transport.timeout_s, transport.label
+    transport.phase, transport.timeout_s, transport.label = phase, timeout_s, label
+    try:
+        yield
+    finally:
+        transport.phase, transport.timeout_s, transport.label = before
+
+
+@contextlib.contextmanager
+def stopping_peers(transport: Transport, operation: str) -> Iterator[None]:
+    """If this rank fails where the others cannot know, tell them."""
+    try:
+        yield
+    except BaseException as error:
+        transport.abort(f"{operation}: {type(error).__name__}: {error}")
+        raise
 
 
 def available() -> dict[str, str | None]:
