@@ -27,6 +27,7 @@ test: $(VENV)/installed-test
 	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(ARGS)
 
 lint: $(VENV)/installed-lint
+	! git grep -nE '^(<{7}|>{7}) '  # what a merge left open
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy

@@ -1,12 +1,7 @@
 """SGLang: tokens go to their experts in 4 bits, and SGLang's own runners compute on the FP8 rows.
 
-<<<<<<< HEAD
 Run with SGLang 0.5.23, on CPU ranks: its settings, plugin hooks, factory, base class and types,
 with experts in plain torch in place of its runners.  Not run, since they need a GPU: those runners
-=======
-Run with SGLang 0.5.23, on CPU ranks: its settings, plugin hooks, factory, base class, types, with
-experts in plain torch in place of its runners.  Not run, since they need a GPU: those runners
->>>>>>> int3
 (DeepGEMM), its layers around them, and a server.
 
 In a server, with fp4comm installed beside SGLang::
