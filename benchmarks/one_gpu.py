@@ -83,6 +83,11 @@ def mpirun() -> str:
     return found
 
 
+def mpirun_ranks(num_ranks: int) -> list[str]:
+    """Write the start of its command line: ranks may share cores, and each may use all."""
+    return [mpirun(), "--oversubscribe", "--bind-to", "none", "-n", str(num_ranks)]
+
+
 def check_gpu() -> None:
     """Refuse without a GPU; asks in another process, which leaves no trace in this one."""
     asked = ask(ASK_CUDA)
@@ -227,7 +232,7 @@ def rank_command(
     loaded = ":".join(filter(None, [str(library), preloaded]))
     program = shutil.which(command[0]) or command[0]  # mpirun puts its own folder first in PATH
     return [
-        *(mpirun(), "--oversubscribe", "--bind-to", "none", "-n", str(ranks)),
+        *mpirun_ranks(ranks),
         *("sh", "-c", ON_RANK, "sh", str(ranks // nodes)),
         *("env", f"{PRELOAD}={loaded}", program, *command[1:]),
     ]
@@ -243,12 +248,18 @@ def run(command: Sequence[str], environment: dict[str, str]) -> int:
     try:
         code = process.wait()
     finally:
-        if process.poll() is None:
-            process.terminate()  # mpirun ends its ranks
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(ENDING_S)
-            process.kill()
+        end(process)
     return code if code >= 0 else 128 - code
+
+
+def end(process: subprocess.Popen[bytes]) -> None:
+    """End a program that still runs: first by telling it, so that mpirun ends its ranks."""
+    if process.poll() is None:
+        process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(ENDING_S)
+        process.kill()
+        process.wait()
 
 
 def stop_on_signals() -> None:

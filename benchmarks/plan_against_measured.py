@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-import shutil
 import signal
 import statistics
 import subprocess
@@ -25,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+from one_gpu import ROOT_VARIABLES, mpirun_ranks
 from switched_hosts import run_on_hosts, switched_hosts
 from two_hosts import Link, check_usable, stop
 
@@ -107,11 +107,8 @@ def compared(case: Case, plan: Plan, measured: list[dict[str, Any]]) -> Iterator
 
 def under_mpirun(num_ranks: int, arguments: Sequence[str]) -> None:
     """Run a Python command on ranks of this machine."""
-    mpirun = shutil.which("mpirun", path=str(Path(sys.executable).parent)) or "mpirun"
-    words = [mpirun, "-n", str(num_ranks), "--oversubscribe", "--bind-to", "none"]
-    root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-    environment = {**os.environ, **root, "OMP_NUM_THREADS": "1"}
-    command = [*words, sys.executable, *arguments]
+    environment = {**os.environ, **ROOT_VARIABLES, "OMP_NUM_THREADS": "1"}
+    command = [*mpirun_ranks(num_ranks), sys.executable, *arguments]
     subprocess.run(command, check=True, env=environment, stdout=subprocess.DEVNULL)
 
 

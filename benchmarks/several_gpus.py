@@ -26,7 +26,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import click
-from one_gpu import ROOT_VARIABLES, mpirun
+from one_gpu import ROOT_VARIABLES, end, mpirun_ranks
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
@@ -36,7 +36,6 @@ WIRES = "bf16,fp8,mxfp8,mxfp4"
 SHAPES = {"7168": "128,512,4096", "2048": "3072"}  # hidden: tokens, of top-8 of 256 experts
 SKEWS = {"uniform": "0", "skewed": "1"}
 POLICIES = "bf16,fp8,mxfp4"
-ENDING_S = 10.0  # for a step that is told to end
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,18 +95,7 @@ def run(step: Step, launcher: list[str], out: Path) -> str:
         except subprocess.TimeoutExpired:
             return f"not over after {step.limit_s:.0f} s"
         finally:
-            stop(process)
-
-
-def stop(process: subprocess.Popen[bytes]) -> None:
-    """End what is still running; launchers end their ranks."""
-    if process.poll() is None:
-        process.terminate()
-        try:
-            process.wait(ENDING_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+            end(process)
 
 
 @click.command()
@@ -129,10 +117,11 @@ def main(
     if nccl is not None and not one_gpu:
         raise click.UsageError("nccl: expected with --one-gpu, got it alone")
     out.mkdir(parents=True, exist_ok=True)
-    launcher = [mpirun(), "--oversubscribe", "--bind-to", "none", "-n", str(ranks)]
     if one_gpu:
         of_nccl = [] if nccl is None else ["--nccl", nccl]
         launcher = [sys.executable, str(HERE / "one_gpu.py"), "-n", str(ranks), *of_nccl, "--"]
+    else:
+        launcher = mpirun_ranks(ranks)
     failed = 0
     chosen = tuple(only.split(",")) if only else ("",)
     for step in steps(ranks, out.resolve(), train_s):
