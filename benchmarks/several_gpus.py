@@ -12,7 +12,7 @@ the time it has.  A step that fails or takes too long does not keep the next fro
 --one-gpu lets the ranks share one GPU, by one_gpu.py, which takes --nccl.  NVLink's multicast stays
 off: fp4comm does not use it.
 
-Exit code: 0; 1 if a step failed.
+Exit code: 0; 1 if a step failed; 2 without a GPU.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import click
-from one_gpu import ROOT_VARIABLES, end, mpirun_ranks
+from one_gpu import ROOT_VARIABLES, check_gpu, end, mpirun_ranks
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
@@ -116,6 +116,10 @@ def main(
     """Test and measure on several GPUs of this machine."""
     if nccl is not None and not one_gpu:
         raise click.UsageError("nccl: expected with --one-gpu, got it alone")
+    chosen = tuple(only.split(",")) if only else ("",)
+    wanted = [step for step in steps(ranks, out.resolve(), train_s) if step.name.startswith(chosen)]
+    if any(step.on_ranks for step in wanted):
+        check_gpu()
     out.mkdir(parents=True, exist_ok=True)
     if one_gpu:
         of_nccl = [] if nccl is None else ["--nccl", nccl]
@@ -123,13 +127,11 @@ def main(
     else:
         launcher = mpirun_ranks(ranks)
     failed = 0
-    chosen = tuple(only.split(",")) if only else ("",)
-    for step in steps(ranks, out.resolve(), train_s):
-        if step.name.startswith(chosen):
-            start = time.monotonic()
-            ended = run(step, launcher, out)
-            failed += ended != "ok"
-            click.echo(f"{step.name:32} {time.monotonic() - start:6.1f} s  {ended}")
+    for step in wanted:
+        start = time.monotonic()
+        ended = run(step, launcher, out)
+        failed += ended != "ok"
+        click.echo(f"{step.name:32} {time.monotonic() - start:6.1f} s  {ended}")
     sys.exit(1 if failed else 0)
 
 

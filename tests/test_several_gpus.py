@@ -25,15 +25,24 @@ def test_a_step_writes_its_file_and_what_it_printed(tmp_path):
     assert "4 ranks" in (tmp_path / f"{name}.txt").read_text()
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="here it would measure")
 def test_a_failing_step_is_named_and_the_next_one_runs(tmp_path):
-    done = start("-n", 2, "--out", tmp_path, "--only", "links,plan_hgx-h200-400g_2048")
+    done = start("-n", 2, "--out", tmp_path, "--only", "plan_links,plan_hgx-h200-400g_2048")
     assert done.returncode == 1
-    (links, plan) = (line.split() for line in done.stdout.splitlines()[-2:])
-    assert links[0] == "links"
-    assert "exit code" in " ".join(links)
-    assert plan[-1] == "ok"
-    assert 'device: "cuda" cannot be used here' in (tmp_path / "links.txt").read_text()
+    ended = dict(line.split(maxsplit=1) for line in done.stdout.splitlines())
+    assert ended.pop("plan_hgx-h200-400g_2048_3072").endswith("ok")
+    assert len(ended) == 4
+    assert all(text.endswith("exit code 2") for text in ended.values())
+    assert (
+        "links_2_gpus.toml: expected a topology"
+        in (tmp_path / "plan_links_2_gpus_2048_3072.txt").read_text()
+    )
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="here it would measure")
+def test_without_a_gpu_it_says_so_at_once(tmp_path):
+    done = start("-n", 2, "--out", tmp_path)
+    assert done.returncode == 2
+    assert "GPU: expected an NVIDIA GPU" in done.stdout
 
 
 def test_nccl_is_for_ranks_that_share_a_gpu(tmp_path):
