@@ -310,6 +310,7 @@ class AllToAll:
             num_rows, device = len(handle.layout.slot_rows), handle._device
             rows = check.expert_out(rows, num_rows, self.hidden, device, "rows", "wire rows")
             if out is not None:
+                check.no_gradient("out", out, reason="it is written in place")
                 check.out("out", out, (handle._plan.num_tokens, self.hidden), device)
             wire, implementation = WireFormat.of(self.precision.combine), codec.of(device)
             if wire.name == "bf16":
@@ -321,6 +322,10 @@ class AllToAll:
             label = f"combine of wire rows {self._num_calls} of {handle._name}"
             pending = self._send_back([*sent], handle, label, async_op, out=out)
         return pending if async_op else pending.wait()
+
+    def __deepcopy__(self, memo: Any) -> AllToAll:
+        """Return itself: copies of a model send by the same object."""
+        return self
 
     def close(self) -> None:
         """Refuse further calls.  The transport stays open: others may use it."""
@@ -431,6 +436,8 @@ class AllToAll:
         def finish() -> torch.Tensor:
             with self._stopping_peers("combine"), self._phase("combine", "reduce"):
                 y = implementation.final_reduce(*received, wire, self.hidden, plan, out)
+                if out is not None:
+                    torch.autograd.graph.increment_version(out)  # kernels write past autograd
             return of_y(y)
 
         tables = [plan.place_offsets, plan.places, *way.tables]

@@ -213,3 +213,15 @@ def test_it_is_a_public_name():
     assert fp4comm.all_to_all_rows is torch_distributed.all_to_all_rows
     with pytest.raises(AttributeError, match="module 'fp4comm' has no attribute 'no_such_name'"):
         _ = fp4comm.no_such_name
+
+
+@pytest.mark.parametrize("group", ["foo", -100, [0, 1]])  # -100: torch's to a rank outside
+def test_what_is_no_group_is_refused(group):
+    with pytest.raises(TypeError, match="group: expected a torch.distributed ProcessGroup"):
+        all_to_all_rows(torch.zeros(2, 32).bfloat16(), group=group)
+
+
+def test_splits_whose_sum_would_wrap_are_refused():
+    most = 2**63 - 1
+    with pytest.raises(ValueError, match=f"expected 2 together, as there are rows, got {most}"):
+        all_to_all_rows(torch.zeros(2, 32).bfloat16(), [most], [2], transport.open("local"))

@@ -1,5 +1,7 @@
 """Experts that take the wire rows as they came: Handle.topk_idx and combine_wire_rows."""
 
+import copy
+
 import pytest
 import torch
 
@@ -113,6 +115,11 @@ def mistake(**changed):
             r"out: expected contiguous with shape \[3, 32\], got \[3, 32\] with strides \[1, 3\]",
         ),
         (
+            {"out": torch.ones(3, 32, dtype=torch.bfloat16, requires_grad=True)},
+            RuntimeError,
+            "out: expected no gradient to be wanted",
+        ),
+        (
             {"out": torch.ones(97).bfloat16()[1:].view(3, 32)},
             ValueError,
             "out: expected at a multiple of 16 bytes, got 2 past one",
@@ -124,6 +131,21 @@ def mistake(**changed):
         ),
     ],
 )
+def test_a_graph_that_kept_what_is_overwritten_says_so():
+    def on_rank(t):
+        a2a = AllToAll(t, num_experts=1, hidden=32, arrive="packed")
+        d = a2a.dispatch(torch.ones(3, 32).bfloat16(), torch.zeros(3, 1).long())
+        factor = torch.ones(32, dtype=torch.bfloat16, requires_grad=True)
+        out = torch.zeros(3, 32).bfloat16()
+        product = (out * factor).sum()
+        a2a.combine_wire_rows(torch.ones(3, 32).bfloat16(), d.handle, out=out)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            product.backward()
+        assert copy.deepcopy(a2a) is a2a
+
+    transport.run_local(1, on_rank, timeout_s=60)
+
+
 def test_a_mistake_names_argument_and_what_was_expected(changed, error, text):
     with pytest.raises(error, match=text):
         transport.run_local(1, mistake(**changed), timeout_s=60)

@@ -12,7 +12,7 @@ from fp4comm.transport import Transport
 _OPENED: weakref.WeakKeyDictionary[Any, Transport] = weakref.WeakKeyDictionary()
 
 
-def transport_of(group: Any = None) -> Transport:
+def transport_of(group: Any = None, timeout_s: float = 300.0) -> Transport:
     """Return the transport of a process group, opened when it is first asked for.
 
     Collective over the group at that time.  It is closed when nobody holds the group any more; or,
@@ -21,9 +21,11 @@ def transport_of(group: Any = None) -> Transport:
 
     Args:
         group: torch.distributed ProcessGroup; None is WORLD; or a transport, which is returned.
+        timeout_s: seconds that it waits for a late rank from its opening on, until told otherwise.
 
     Raises:
-        TypeError, RuntimeError, TimeoutError: as `fp4comm.transport.open`.
+        TypeError: group is something else, as torch gives to a rank that is not in the group.
+        RuntimeError, TimeoutError: as `fp4comm.transport.open`.
     """
     if hasattr(group, "exchange_counts"):
         return group
@@ -31,13 +33,26 @@ def transport_of(group: Any = None) -> Transport:
         import torch.distributed as dist
 
         group = dist.group.WORLD if dist.is_available() else None
-    found = None if group is None else _OPENED.get(group)
+    if group is None:  # there is no WORLD: opening says so
+        return transport.open("torch", timeout_s=timeout_s)
+    if not isinstance(group, _process_group()):
+        raise TypeError(
+            "group: expected a torch.distributed ProcessGroup that this rank is in, or a transport,"
+            f" got {group!r}"
+        )
+    found = _OPENED.get(group)
     if found is None:
         _close_those_of_destroyed_groups()
-        found = transport.open("torch", group=group)
+        found = transport.open("torch", group=group, timeout_s=timeout_s)
         weakref.finalize(group, found.close)
         _OPENED[group] = found
     return found
+
+
+def _process_group() -> tuple[type, ...]:
+    import torch.distributed as dist
+
+    return (dist.ProcessGroup,) if dist.is_available() else ()
 
 
 def _close_those_of_destroyed_groups() -> None:

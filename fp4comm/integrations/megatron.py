@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from fp4comm import autograd, check, experts
+from fp4comm import autograd, check, experts, launch
 from fp4comm.all_to_all import AllToAll
 from fp4comm.dispatched import Dispatched
 from fp4comm.integrations import _common
@@ -85,9 +85,9 @@ def use(
     layers = [module for module in model.modules() if isinstance(module, MoELayer)]
     if not layers:
         raise ValueError(f"model: expected one with a MoELayer, got {type(model).__name__}")
-    for layer in layers:
-        _check_layer(layer)
-    check.one_of("arrive", arrive, ("bf16", "fp8"))
+    timeout_s = options.get("timeout_s", 300.0)
+    ranks = _common.transport_of(layers[0].token_dispatcher.ep_group, timeout_s)
+    launch.agree(ranks, lambda: _check_layers(layers, arrive))
     for layer in layers:
         replaced, config = layer.token_dispatcher, layer.config
         a2a = AllToAll(
@@ -287,6 +287,12 @@ def _alignment(config: Any) -> int:
     """Return the multiple that the config wants the rows of an expert to be padded to."""
     padded = getattr(config, "moe_router_padding_for_quantization", False)
     return get_align_size_for_quantization(config) if padded else 1
+
+
+def _check_layers(layers: list[MoELayer], arrive: str) -> None:
+    for layer in layers:
+        _check_layer(layer)
+    check.one_of("arrive", arrive, ("bf16", "fp8"))
 
 
 def _check_layer(layer: MoELayer) -> None:

@@ -85,7 +85,7 @@ def all_to_all_rows(
         >>> all_to_all_rows(rows, [1], [1], transport.open("local"))[0, 0].item()
         4.0
     """
-    transport = transport_of(group)
+    transport = transport_of(group, _opening_s(timeout_s))
     number = next(_CALLS.setdefault(transport, itertools.count(1)))
     failure: Exception | None = None
     sent: hops.Rows = []
@@ -156,9 +156,10 @@ class Splits:
             )
             for name, value in (("send_splits", send), ("recv_splits", recv))
         )
-        if send.sum() != num_rows:
+        total = sum(send.tolist())
+        if total != num_rows:
             raise ValueError(
-                f"send_splits: expected {num_rows} together, as there are rows, got {send.sum()}"
+                f"send_splits: expected {num_rows} together, as there are rows, got {total}"
             )
         return Splits(send, recv)
 
@@ -253,6 +254,12 @@ class AllToAllRows(torch.autograd.Function):
             _ = ctx.saved_tensors
             gradient = ctx.of_gradient(gradients[0]).to(ctx.dtype)
         return *autograd.differentiable_once(gradient), None, None, None
+
+
+def _opening_s(timeout_s: Any) -> float:
+    """Return the limit of a first call, which is checked once there is a transport to say so by."""
+    is_usable = isinstance(timeout_s, (int, float)) and 0 < timeout_s < float("inf")
+    return timeout_s if is_usable else 300.0
 
 
 def _weights(source: Any, target: Any) -> np.ndarray:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from fp4comm import launch
 from fp4comm.all_to_all import AllToAll
 from fp4comm.dispatched import Dispatched
 from fp4comm.integrations._common import transport_of
@@ -79,14 +80,9 @@ def shard_experts(
             mesh (tensor or expert parallelism of Transformers) or sharded already; a hidden size
             that is no multiple of 32.
     """
+    transport = transport_of(group, timeout_s)
     found = {name: m for name, m in model.named_modules() if _has_hook(m)}
-    if not found:
-        raise ValueError(
-            f"model: expected experts with Transformers' experts hook, got {type(model).__name__}"
-            f" without ({SUPPORTED}, and models whose experts use it)"
-        )
-    shapes = {name: _check_experts(name, module) for name, module in found.items()}
-    transport = transport_of(group)
+    shapes = launch.agree(transport, lambda: _check_model(model, found))
     made = {
         (num_experts, hidden): AllToAll(
             transport,
@@ -100,8 +96,9 @@ def shard_experts(
         )
         for num_experts, hidden in dict.fromkeys(shapes.values())
     }
+    kept: dict[torch.nn.Parameter, torch.nn.Parameter] = {}
     for name, module in found.items():
-        _shard(module, made[shapes[name]], transport.rank)
+        _shard(module, made[shapes[name]], transport.rank, kept)
     return model
 
 
@@ -200,6 +197,18 @@ def _has_hook(module: torch.nn.Module) -> bool:
     return all(hasattr(module, name) for name in (*HOOK_ATTRIBUTES, "down_proj", "config"))
 
 
+def _check_model(
+    model: torch.nn.Module, found: dict[str, torch.nn.Module]
+) -> dict[str, tuple[int, int]]:
+    """Return experts and hidden of each layer, or say why the model cannot be sharded."""
+    if not found:
+        raise ValueError(
+            f"model: expected experts with Transformers' experts hook, got {type(model).__name__}"
+            f" without ({SUPPORTED}, and models whose experts use it)"
+        )
+    return {name: _check_experts(name, module) for name, module in found.items()}
+
+
 def _check_experts(name: str, module: Any) -> tuple[int, int]:
     """Return experts and hidden of a layer, or say why it cannot be sharded."""
     if hasattr(module, "_fp4comm"):
@@ -230,12 +239,16 @@ def _of_experts(module: Any) -> dict[str, torch.nn.Parameter]:
     return dict(module.named_parameters(recurse=False))
 
 
-def _shard(module: Any, a2a: AllToAll, rank: int) -> None:
-    """Keep this rank's experts, and the way to the others."""
+def _shard(
+    module: Any, a2a: AllToAll, rank: int, kept: dict[torch.nn.Parameter, torch.nn.Parameter]
+) -> None:
+    """Keep this rank's experts, and the way to the others; layers that share weights still do."""
     first, end = Placement(a2a.num_experts, a2a._transport.num_ranks).offsets[rank : rank + 2]
     for name, whole in _of_experts(module).items():
-        kept = whole.detach()[int(first) : int(end)].clone()
-        setattr(module, name, torch.nn.Parameter(kept, requires_grad=whole.requires_grad))
+        if whole not in kept:
+            share = whole.detach()[int(first) : int(end)].clone()
+            kept[whole] = torch.nn.Parameter(share, requires_grad=whole.requires_grad)
+        setattr(module, name, kept[whole])
     module._fp4comm = a2a
     module.config._experts_implementation = NAME
     module.register_forward_pre_hook(_check_implementation)
