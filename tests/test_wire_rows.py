@@ -131,6 +131,11 @@ def mistake(**changed):
         ),
     ],
 )
+def test_a_mistake_names_argument_and_what_was_expected(changed, error, text):
+    with pytest.raises(error, match=text):
+        transport.run_local(1, mistake(**changed), timeout_s=60)
+
+
 def test_a_graph_that_kept_what_is_overwritten_says_so():
     def on_rank(t):
         a2a = AllToAll(t, num_experts=1, hidden=32, arrive="packed")
@@ -144,8 +149,3 @@ def test_a_graph_that_kept_what_is_overwritten_says_so():
         assert copy.deepcopy(a2a) is a2a
 
     transport.run_local(1, on_rank, timeout_s=60)
-
-
-def test_a_mistake_names_argument_and_what_was_expected(changed, error, text):
-    with pytest.raises(error, match=text):
-        transport.run_local(1, mistake(**changed), timeout_s=60)
