@@ -134,9 +134,9 @@ class TokenDispatcher(MoETokenDispatcher):
         # Distinct keys make the choice and its order the same in every run: by ascending expert.
         device, dtype = routing_map.device, torch.int32
         backwards = torch.arange(num_experts, 0, -1, device=device, dtype=dtype)
-        keys = (routing_map * backwards).topk(topk, dim=1).values.long()
-        self.topk_idx = torch.where(keys > 0, num_experts - keys, -1)
-        weights = probs.gather(1, self.topk_idx.clamp(min=0))
+        keys, idx = (routing_map * backwards).topk(topk, dim=1)
+        weights = probs.gather(1, idx)
+        self.topk_idx = idx.masked_fill(keys == 0, -1)
         return hidden_states.reshape(-1, self.hidden_shape[-1]), weights
 
     def token_dispatch(
@@ -193,10 +193,10 @@ class TokenDispatcher(MoETokenDispatcher):
         arrive = self.a2a.arrive
         autograd.check_inputs("bf16" if arrive == "packed" else arrive, hidden_states, probs)
         topk, num_chosen = self.config.moe_router_topk, self.routing_map.sum(1)
-        if (num_chosen > topk).any():
+        if len(num_chosen) and (most := int(num_chosen.max())) > topk:
             raise ValueError(
                 f"routing_map: expected at most moe_router_topk = {topk} experts a token, got"
-                f" {int(num_chosen.max())}"
+                f" {most}"
             )
 
 
