@@ -33,8 +33,7 @@ ROOT = HERE.parent
 NO_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
 FP4COMM, CUDA = ("-m", "fp4comm"), ("--device", "cuda")
 WIRES = "bf16,fp8,mxfp8,mxfp4"
-SHAPES = {"7168": "128,512,4096", "2048": "3072"}  # hidden: tokens, of top-8 of 256 experts
-SKEWS = {"uniform": "0", "skewed": "1"}
+SHAPES = {"7168": "128,512,4096", "2048": "3072"}  # hidden: tokens, of top-8
 POLICIES = "bf16,fp8,mxfp4"
 
 
@@ -59,12 +58,15 @@ def steps(num_ranks: int, out: Path, train_s: float) -> Iterator[Step]:
         command = (*FP4COMM, "bench", *CUDA, *options, "--wire", WIRES)
         return Step(name, (*command, "--json", file_of(out, name, num_ranks)), 90)
 
-    for routing, skew in SKEWS.items():
+    recorded = str(ROOT / "tests" / "data" / "layer0.safetensors")
+    routings = {
+        "uniform": ("--experts", "256", "--topk", "8"),
+        "skewed": ("--experts", "256", "--topk", "8", "--skew", "1"),
+        "real": ("--routing", recorded),
+    }
+    for routing, options in routings.items():
         for hidden, tokens in SHAPES.items():
-            sizes = ("--hidden", hidden, "--tokens", tokens, "--experts", "256", "--topk", "8")
-            yield bench(f"{routing}_{hidden}", *sizes, "--skew", skew)
-    files = sorted((ROOT / "tests" / "data").glob("*.safetensors"))
-    yield bench("recorded", *(f"--data={file}" for file in files))
+            yield bench(f"{routing}_{hidden}", "--hidden", hidden, "--tokens", tokens, *options)
     for hidden, tokens in SHAPES.items():
         of = ("--ranks-per-node", str(num_ranks), "--hidden", hidden, "--wire", WIRES)
         for count in tokens.split(","):

@@ -34,6 +34,7 @@ from fp4comm.options import (
     expect_without_others,
     given_options,
     json_option,
+    routing_option,
     run_options,
     several_option,
     wire_options,
@@ -114,8 +115,8 @@ def info(json_file: Path | None) -> None:
 @cli.command()
 @several_option("tokens", "Tokens of a rank.  [default: 1024, or all of the data]")
 @several_option("hidden", "Elements of a token.  [default: 2048]")
-@several_option("experts", "On all ranks together.  [default: 64]")
-@several_option("topk", "Experts of a token.  [default: 8]")
+@several_option("experts", "On all ranks together.  [default: 64, or as --routing has]")
+@several_option("topk", "Experts of a token.  [default: 8, or as --routing has]")
 @wire_options
 @several_option(
     "skew",
@@ -124,6 +125,7 @@ def info(json_file: Path | None) -> None:
 )
 @click.option("--seed", type=int, default=0, show_default=True)
 @data_option("Take x, topk_idx and topk_weights from a safetensors file; repeat for several.")
+@routing_option
 @click.option(
     "--link-gbs",
     type=Finite(min=0, min_open=True),
@@ -256,12 +258,7 @@ def _demo_cases(options: dict[str, Any], num_ranks: int) -> list[Case]:
     help="Most nodes that a token's experts are on (DeepSeek-V3: 4).",
 )
 @click.option("--seed", type=int, default=0, show_default=True)
-@click.option(
-    "--routing",
-    type=click.Path(path_type=Path),
-    metavar="FILE",
-    help="Real routing instead: topk_idx [T, K] in a .npy or safetensors file.",
-)
+@routing_option
 @json_option
 def plan(**options: Any) -> None:
     """Predict dispatch and combine on a cluster: by wire format and route, and what limits them."""

@@ -99,6 +99,12 @@ wire_options = together(  # of bench and plan
         "--alignment", type=int, default=128, show_default=True, help="Of expert segments."
     ),
 )
+routing_option = click.option(  # likewise
+    "--routing",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Real routing instead: topk_idx [T, K] in a .npy or safetensors file.",
+)
 
 
 def data_option(text: str) -> Option:

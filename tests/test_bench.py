@@ -122,7 +122,7 @@ def test_a_product_is_sized_by_what_others_take(monkeypatch, target_us, size, re
 # Cases
 
 SIZES = {"tokens": ["8", "1,8"], "hidden": ["64"], "experts": [], "topk": ["2,4"], "skew": []}
-SIZES |= {"data": (), "seed": 3}
+SIZES |= {"data": (), "routing": None, "seed": 3}
 
 
 def test_every_combination_is_a_case_with_tokens_changing_fastest():
@@ -144,6 +144,14 @@ def test_every_combination_is_a_case_with_tokens_changing_fastest():
         ({"skew": ["0,11"]}, "skew: expected"),
         ({"data": (DATA / "layer0.safetensors",), "seed": 0, "hidden": ["1024,64"], "topk": []},
          "hidden: expected 1024 with this data, got 64"),
+        ({"routing": DATA / "layer0.safetensors", "topk": ["8,2"]},
+         "topk: expected 8 with this routing, got 2"),
+        ({"routing": DATA / "layer0.safetensors", "topk": [], "experts": ["64,32"]},
+         r"routing: expected values in -1\.\.31 \(32 experts\), got 63"),
+        ({"routing": DATA / "layer0.safetensors", "topk": [], "skew": ["1"]},
+         "skew: expected none with this routing, got 1"),
+        ({"routing": DATA / "layer0.safetensors", "data": (DATA / "layer0.safetensors",)},
+         "routing: expected without data, which has its own, got both"),
     ],
 )  # fmt: skip
 def test_a_mistake_in_the_last_case_is_found_first(changes, text):
@@ -152,10 +160,21 @@ def test_a_mistake_in_the_last_case_is_found_first(changes, text):
 
 
 def test_recorded_data_may_be_cut_in_several_ways():
-    options = dict.fromkeys(("hidden", "experts", "topk", "skew"), ()) | {"tokens": ("4,2",)}
+    options = {**SIZES, "hidden": (), "topk": (), "tokens": ("4,2",)}
     files = (DATA / "layer0.safetensors",)
     cases = cases_of({**options, "data": files, "seed": 0}, num_ranks=2)
     assert [case.workload.num_tokens for case in cases] == [[4, 4], [2, 2]]
+
+
+def test_real_routing_goes_round_and_round_over_the_ranks():
+    of_case = {"routing": DATA / "layer1.safetensors", "topk": [], "tokens": ["700"]}
+    [case] = cases_of({**SIZES, **of_case}, num_ranks=2)
+    work, recorded = case.workload, Recorded([DATA / "layer1.safetensors"], num_ranks=1)
+    assert (work.num_tokens, work.hidden, work.num_experts) == ([700, 700], 64, 64)
+    idx = np.concatenate([work.routing(rank)[0] for rank in range(2)])
+    assert np.array_equal(idx[:1024], recorded.routing(0)[0])
+    assert np.array_equal(idx[1024:], idx[: 1400 - 1024])
+    assert work.rows(1, np.array([0, 699])).shape == (2, 64)
 
 
 # Generators

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from fp4comm.bench.wires import separated
-from fp4comm.bench.workload import Recorded, Synthetic, Workload
+from fp4comm.bench.workload import RealRouting, Recorded, Synthetic, Workload
 
 SYNTHETIC = {"tokens": 1024, "hidden": 2048, "experts": 64, "topk": 8}  # defaults without --data
 UNIFORM = "0"  # default of skew
@@ -63,18 +63,34 @@ def _whole(name: str, text: str) -> int:
 
 def _workload(options: dict[str, Any], num_ranks: int) -> Workload:
     """Make the inputs that the options of one case name."""
+    if options["routing"]:
+        return _real_routing(options, num_ranks)
     if not options["data"]:
         sizes = {n: v if options[n] is None else options[n] for n, v in SYNTHETIC.items()}
         tokens, hidden, num_experts, num_topk = sizes.values()
         skew, seed = options["skew"], options["seed"]
         return Synthetic(num_ranks, tokens, hidden, num_experts, num_topk, skew, seed)
     recorded = Recorded(options["data"], num_ranks, options["experts"], options["tokens"])
-    for name, found, default in (
-        ("hidden", recorded.hidden, None),
-        ("topk", recorded.num_topk, None),
-        ("skew", "none", UNIFORM),
-        ("seed", "none", 0),
-    ):
-        if options[name] not in (default, found):
-            raise ValueError(f"{name}: expected {found} with this data, got {options[name]}")
+    found = {"hidden": recorded.hidden, "topk": recorded.num_topk, "skew": "none", "seed": "none"}
+    _check_found(options, found, "data")
     return recorded
+
+
+def _real_routing(options: dict[str, Any], num_ranks: int) -> RealRouting:
+    if options["data"]:
+        raise ValueError("routing: expected without data, which has its own, got both")
+    tokens, hidden = (
+        SYNTHETIC[name] if options[name] is None else options[name] for name in ("tokens", "hidden")
+    )
+    sizes = num_ranks, tokens, hidden, options["experts"], options["seed"]
+    made = RealRouting(options["routing"], *sizes)
+    _check_found(options, {"topk": made.num_topk, "skew": "none"}, "routing")
+    return made
+
+
+def _check_found(options: dict[str, Any], found: dict[str, Any], source: str) -> None:
+    """Refuse other values than what a file has."""
+    defaults = {"skew": UNIFORM, "seed": 0}
+    for name, value in found.items():
+        if options[name] not in (defaults.get(name), value):
+            raise ValueError(f"{name}: expected {value} with this {source}, got {options[name]}")

@@ -9,13 +9,13 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 
 from fp4comm import check
-from fp4comm.routing import Placement
+from fp4comm.routing import NO_EXPERT, Placement
 
 BALANCED = "balanced"  # a skew that is no number
 MOST_SKEW = 10.0  # all but certainly every token then has the same experts
@@ -126,8 +126,97 @@ class Synthetic:
         else:
             popularity = zipf_popularity(self.num_experts, float(self.skew), self.seed)
             idx = distinct_experts(self.tokens, self.num_topk, popularity, generator)
-        weights = generator.random(idx.shape, np.float32) + np.float32(0.1)
-        return idx, weights / weights.sum(axis=1, keepdims=True)
+        return idx, _weights(idx.shape, generator)
+
+
+def _weights(shape: tuple[int, ...], generator: np.random.Generator) -> np.ndarray:
+    """Draw weights that sum to 1."""
+    weights = generator.random(shape, np.float32) + np.float32(0.1)
+    return weights / weights.sum(axis=1, keepdims=True)
+
+
+class RealRouting:
+    """Normal rows with recorded routing, whose tokens the ranks take in turn, round and round.
+
+    Args:
+        file: see `read_routing`.
+        num_ranks, tokens, hidden, seed: as for `Synthetic`.
+        num_experts: likewise.
+
+    Raises:
+        ValueError: as `read_routing`.
+    """
+
+    def __init__(
+        self,
+        file: Path,
+        num_ranks: int,
+        tokens: int,
+        hidden: int,
+        num_experts: int | None = None,
+        seed: int = 0,
+    ) -> None:
+        """Read the file."""
+        self._topk_idx, self.num_experts = read_routing(file, num_experts)
+        self.num_topk = self._topk_idx.shape[1]
+        sizes = num_ranks, tokens, hidden, self.num_experts, self.num_topk
+        self._synthetic = Synthetic(*sizes, seed=seed)
+        self.hidden, self.num_tokens = hidden, self._synthetic.num_tokens
+        self.name = f"x ~ N(0,1) bf16, routing from {file.name}, seed {seed}"
+
+    def rows(self, rank: int, tokens: np.ndarray) -> torch.Tensor:
+        """Rows of the tokens."""
+        return self._synthetic.rows(rank, tokens)
+
+    def routing(self, rank: int) -> tuple[np.ndarray, np.ndarray]:
+        """Experts, and weights that sum to 1."""
+        num_tokens = self._synthetic.tokens
+        tokens = rank * num_tokens + np.arange(num_tokens)
+        idx = self._topk_idx[tokens % len(self._topk_idx)]
+        return idx, _weights(idx.shape, np.random.default_rng((self._synthetic.seed, rank)))
+
+
+def read_routing(file: Path, num_experts: int | None = None) -> tuple[np.ndarray, int]:
+    """Read ``topk_idx`` ``[T, K]`` from a .npy file or a safetensors file.
+
+    Args:
+        file: with integers, -1 for none.
+        num_experts: None is one more than the largest.
+
+    Returns:
+        them in int64, and the number of experts.
+
+    Raises:
+        ValueError: no such file, not that in it, or an expert that there is not.
+    """
+    try:
+        found: Any = np.load(file) if file.suffix == ".npy" else _from_safetensors(file)
+    except (OSError, ValueError, KeyError) as error:
+        raise ValueError(
+            f"routing: expected a .npy or safetensors file with topk_idx, got {file} ({error})"
+        ) from error
+    if found.ndim != 2 or found.dtype.kind not in "iu" or not found.size:
+        raise ValueError(
+            f"routing: {file}: expected topk_idx of integers [T, K], got {found.dtype}"
+            f" {list(found.shape)}"
+        )
+    low, high = int(found.min()), int(found.max())
+    most = check.MAX_INT32 if num_experts is None else num_experts - 1
+    if low < NO_EXPERT or high > most:
+        of_experts = "" if num_experts is None else f" ({num_experts} experts)"
+        got = low if low < NO_EXPERT else high
+        raise ValueError(f"routing: expected values in -1..{most}{of_experts}, got {got}")
+    return found.astype(np.int64), high + 1 if num_experts is None else num_experts
+
+
+def _from_safetensors(file: Path) -> np.ndarray:
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(file, "np") as tensors:
+            return tensors.get_tensor("topk_idx")
+    except SafetensorError as error:
+        raise ValueError(str(error)) from error
 
 
 def _check_skew(skew: float | str) -> None:

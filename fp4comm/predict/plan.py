@@ -9,12 +9,13 @@ from typing import Any
 from fp4comm import check
 from fp4comm.bench.rows import speedup
 from fp4comm.bench.wires import Wires, wires_of
-from fp4comm.bench.workload import Synthetic
+from fp4comm.bench.workload import Synthetic, read_routing
 from fp4comm.formats import WireFormat
 from fp4comm.predict import spread, times
 from fp4comm.predict.loads import ROUTES
 from fp4comm.predict.spread import Spread
 from fp4comm.predict.times import Prediction, Shape
+from fp4comm.routing import Placement
 from fp4comm.topology import Places, Topology, load
 
 FP4 = "mxfp4"
@@ -125,7 +126,7 @@ def _spread_of(options: dict[str, Any], places: Places) -> tuple[Spread, int]:
         sizes = options["tokens"], options["hidden"], num_experts, num_topk
         workload = Synthetic(places.num_ranks, *sizes, options["skew"], options["seed"])
         return spread.synthetic(workload, places, options["node_limit"]), num_topk
-    topk_idx = spread.read_routing(Path(file))
+    topk_idx, num_experts = read_routing(Path(file), num_experts)
     for name, found, default in (
         ("topk", topk_idx.shape[1], None),
         ("skew", "none", "0"),
@@ -135,6 +136,6 @@ def _spread_of(options: dict[str, Any], places: Places) -> tuple[Spread, int]:
         got = options[name.replace("-", "_")]
         if got not in (default, found):
             raise ValueError(f"{name}: expected {found} with this routing, got {got}")
-    num_experts = int(topk_idx.max()) + 1 if num_experts is None else num_experts
     check.local_experts("experts", num_experts, places.num_ranks)
-    return spread.recorded(topk_idx, num_experts, places, file.name), topk_idx.shape[1]
+    placement = Placement(num_experts, places.num_ranks)
+    return spread.of_experts(topk_idx, placement, places, file.name), topk_idx.shape[1]

@@ -8,12 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from fp4comm import check
 from fp4comm.bench.workload import BALANCED, Synthetic, balanced_experts, zipf_popularity
 from fp4comm.routing import NO_EXPERT, Placement
 from fp4comm.topology import Places
@@ -217,55 +214,3 @@ def _best_sum(scores: np.ndarray, best: int, num_experts: int) -> np.ndarray:
     if scores.shape[1] > best:
         scores = np.partition(scores, best - 1, axis=1)[:, :best]
     return (1 / (1 + np.exp(scores.astype(np.float64)) * num_experts)).sum(axis=1)
-
-
-# Recorded routing
-
-
-def read_routing(file: Path) -> np.ndarray:
-    """Read ``topk_idx`` ``[T, K]`` from a .npy file or a safetensors file.
-
-    Raises:
-        ValueError: no such file, or not that in it.
-    """
-    try:
-        found: Any = np.load(file) if file.suffix == ".npy" else _from_safetensors(file)
-    except (OSError, ValueError, KeyError) as error:
-        raise ValueError(
-            f"routing: expected a .npy or safetensors file with topk_idx, got {file} ({error})"
-        ) from error
-    if found.ndim != 2 or found.dtype.kind not in "iu" or not found.size:
-        raise ValueError(
-            f"routing: {file}: expected topk_idx of integers [T, K], got {found.dtype}"
-            f" {list(found.shape)}"
-        )
-    if int(found.max()) > check.MAX_INT32:
-        raise ValueError(
-            f"routing: {file}: expected values in -1..{check.MAX_INT32}, got {found.max()}"
-        )
-    return found.astype(np.int64)
-
-
-def _from_safetensors(file: Path) -> np.ndarray:
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        with safe_open(file, "np") as tensors:
-            return tensors.get_tensor("topk_idx")
-    except SafetensorError as error:
-        raise ValueError(str(error)) from error
-
-
-def recorded(topk_idx: np.ndarray, num_experts: int, places: Places, name: str) -> Spread:
-    """Spread of recorded routing.
-
-    Raises:
-        ValueError: an expert that there is not.
-    """
-    low, high = int(topk_idx.min()), int(topk_idx.max())
-    if low < NO_EXPERT or high >= num_experts:
-        got = low if low < NO_EXPERT else high
-        raise ValueError(
-            f"routing: expected values in -1..{num_experts - 1} ({num_experts} experts), got {got}"
-        )
-    return of_experts(topk_idx, Placement(num_experts, places.num_ranks), places, name)

@@ -334,6 +334,7 @@ def _bench_setup(content: dict[str, Any]) -> Setup:
     arguments, tokens = content["arguments"], set(content["tokens"])
     of_node = arguments.get("ranks_per_node")  # what the two-hop route was told
     nodes = -(-content["ranks"] // of_node) if of_node else content.get("nodes")
+    is_recorded = arguments.get("data") or arguments.get("routing")
     return Setup(
         ranks=content["ranks"],
         nodes=content.get("hosts") if nodes is None else nodes,
@@ -341,7 +342,7 @@ def _bench_setup(content: dict[str, Any]) -> Setup:
         hidden=content["hidden"],
         experts=content["experts"],
         topk=content["topk"],
-        skew=None if arguments.get("data") or "skew" not in arguments else _skew(arguments),
+        skew=None if is_recorded or "skew" not in arguments else _skew(arguments),
         arrive=arguments.get("arrive") or "fp8",  # demo has no such option
         alignment=arguments.get("alignment") or 128,
     )
