@@ -185,6 +185,6 @@ def quantize(
     tensors = x if isinstance(x, (tuple, list)) else (x,)
     check.no_gradient("x", *tensors, reason="quantize is not differentiable")
     rows = check.rows("x", x, (torch.bfloat16, torch.float32))
-    codes = rows[0] if isinstance(rows, tuple) else rows
+    codes = check.codes(rows)
     payload, scales = codec.of(codes.device).quantize_rows(rows, wire)
     return PackedRows(payload, scales, wire, codes.shape[1])

@@ -38,12 +38,12 @@ ALLOWED = {
     "agreement": {"formats", "precision", "texts", "transport"},
     "hops": {"agreement", "check", "codec", "hops", "routing", "transport"},
     "dispatched": {"eager", "hops", "packed", "precision", "routing", "transport"},
-    "autograd": {  # all_to_all for types alone
-        "all_to_all", "check", "codec", "dispatched", "formats", "hops", "routing",
-    },
+    "caller": {"hops", "transport"},
+    "outgoing": {"check", "codec", "transport"},
+    "autograd": {"caller", "check", "codec", "dispatched", "formats", "hops", "routing"},
     "all_to_all": {
-        "agreement", "autograd", "check", "codec", "dispatched", "eager", "formats", "hops",
-        "packed", "precision", "routing", "transport",
+        "agreement", "autograd", "caller", "check", "codec", "dispatched", "eager", "formats",
+        "hops", "outgoing", "packed", "precision", "routing", "transport",
     },
     "products": {"formats", "packed", "routing"},
     "experts": {
