@@ -1,5 +1,6 @@
 """dispatch and combine on every transport against the reference."""
 
+import copy
 import time
 
 import numpy as np
@@ -288,6 +289,11 @@ def test_what_dispatch_returns_can_be_compared_and_kept_in_a_dict():
     assert kept[d.handle] == 1
     assert d.handle == d.handle
     assert d.packed != quantize(torch.ones(1, 32))
+
+
+def test_copies_of_a_model_send_by_the_same_object():
+    a2a = one_rank()
+    assert copy.deepcopy(a2a) is a2a
 
 
 def test_pending_that_failed_says_so_again_and_keeps_nothing():
