@@ -106,8 +106,8 @@ def test_what_a_product_hides_of_a_dispatch():
 def test_a_product_is_sized_by_what_others_take(monkeypatch, target_us, size, repeats):
     monkeypatch.setattr(product, "MOST", 256)
     cost = lambda run: 5 + (run.__self__.size / 16) ** 3  # noqa: E731
-    monkeypatch.setattr(product, "slowest_us", lambda transport, stopwatch, run: cost(run))
-    made = product.sized(None, None, torch.device("cpu"), target_us)
+    monkeypatch.setattr(product, "slowest_us", lambda stopwatch, run: cost(run))
+    made = product.sized(None, torch.device("cpu"), target_us)
     assert abs(made.size - size) <= 16
     assert made.repeats == repeats
     made.run()

@@ -27,6 +27,8 @@ from fp4comm.bench.settings import Settings
 from fp4comm.bench.workload import Workload
 from fp4comm.transport import Transport, run_local
 
+COMPILING = "compiling kernels, which takes a while in the first run after an install"
+
 
 def measure(
     transport: Transport,
@@ -55,7 +57,7 @@ def measure_each(
         settings: what to do.
         tell: told what comes next, on every rank.
     """
-    tell("compiling kernels, which takes a while in the first run after an install")
+    tell(COMPILING)
     compile_s = compile_first(transport, settings)
     for number, workload in enumerate(workloads):
         of_case = OfCase(tell, number, len(workloads))
