@@ -9,6 +9,7 @@ import torch
 from rounds import (
     ROUNDS,
     WIRES,
+    Foreign,
     Round,
     bf16_bits,
     check_round,
@@ -205,16 +206,6 @@ def test_any_strides_of_x_give_the_bytes_of_the_contiguous_copy():
 
 def test_arrays_of_other_libraries_come_in_through_dlpack():
     """INS-18: BF16 too."""
-
-    class Foreign:
-        def __init__(self, tensor):
-            self._tensor = tensor
-
-        def __dlpack__(self, **kwargs):
-            return self._tensor.__dlpack__(**kwargs)
-
-        def __dlpack_device__(self):
-            return self._tensor.__dlpack_device__()
 
     x = torch.randn(3, 32).bfloat16()
     idx, weights = np.array([[0, 1], [2, 3], [1, -1]]), np.ones((3, 2), np.float64)
