@@ -26,7 +26,7 @@ from fp4comm.bench.check import Checker
 from fp4comm.bench.clock import gather
 from fp4comm.bench.operations import Run
 from fp4comm.bench.rows import PARTS, Report, Row, bandwidth_gbs, row_bytes, verdict
-from fp4comm.bench.run import compile_first
+from fp4comm.bench.run import compile_first, report_of
 from fp4comm.bench.settings import Settings
 from fp4comm.bench.workload import Synthetic
 from fp4comm.formats import FORMATS, WireFormat
@@ -150,17 +150,8 @@ def measure_arrival(
         speeds.append(sockets.both_ways_gbs(bf16_bytes))
         for run in runs:
             run.once(inputs, check_result=i == last)
-    report = Report(
-        rows=[row for run in runs for row in run.rows()],
-        workload=workload.name,
-        hidden=workload.hidden,
-        num_experts=workload.num_experts,
-        num_topk=workload.num_topk,
-        num_tokens=workload.num_tokens,
-        num_tokens_checked=checker.num_tokens_checked,
-        compile_s=compile_s,
-    )
-    return report, speeds[settings.warmup :]
+    rows = [row for run in runs for row in run.rows()]
+    return report_of(workload, checker, rows, compile_s), speeds[settings.warmup :]
 
 
 # Showing
