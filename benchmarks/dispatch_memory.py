@@ -34,7 +34,7 @@ from fp4comm.all_to_all import ARRIVALS
 from fp4comm.bench import report as bench_report
 from fp4comm.bench.check import Checker
 from fp4comm.bench.clock import gather
-from fp4comm.bench.rows import PARTS, verdict
+from fp4comm.bench.rows import PARTS, RELAY, verdict
 from fp4comm.bench.workload import Synthetic
 from fp4comm.dispatched import Dispatched
 from fp4comm.formats import FORMATS, WireFormat
@@ -44,6 +44,7 @@ ALIGNMENT = 128
 MOST = 1.05  # peak over needed that is still fine
 M_MMAP_THRESHOLD = -3  # of mallopt
 SETTLE_S, SAME_BYTES = 0.1, 1 << 16
+SHOWN_PARTS = *(part for part in PARTS["dispatch"] if part != RELAY), "return"
 
 
 def resident_bytes(name: str) -> int:
@@ -229,8 +230,7 @@ COLUMNS = (
     ("handle", 6),
     ("needed", 8),
     ("peak", 8),
-    *((part, 8) for part in PARTS["dispatch"]),
-    ("return", 8),
+    *((part, 8) for part in SHOWN_PARTS),
     ("ratio", 6),
     ("#wrong", 6),
 )
@@ -258,7 +258,7 @@ def header_lines(workload: Synthetic, context: dict[str, Any]) -> list[str]:
 def row_line(row: Row) -> str:
     """Write a row under the columns."""
     sizes = (row.result_bytes, row.sent_bytes, row.handle_bytes, row.needed_bytes, row.peak_bytes)
-    parts = [row.parts_bytes[part] for part in (*PARTS["dispatch"], "return")]
+    parts = [row.parts_bytes[part] for part in SHOWN_PARTS]
     cells = [row.wire, row.arrive, str(row.expert_rows)]
     cells += [f"{size / 1e6:.1f}" for size in (*sizes, *parts)]
     cells += [f"{row.ratio:.3f}", str(row.num_wrong)]

@@ -114,6 +114,16 @@ def test_every_operation_has_a_benchmark_that_runs(tmp_path):
     assert measured == set(OPERATIONS)
 
 
+def test_the_benchmark_of_memory_runs(tmp_path):
+    result = tmp_path / "memory.json"
+    sizes = ["--tokens", "64", "--hidden", "256", "--wire", "mxfp4", "--json", result]
+    script = ROOT / "benchmarks" / "dispatch_memory.py"
+    done = subprocess.run([sys.executable, script, *sizes], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    arrivals = [row["arrive"] for row in json.loads(result.read_text())["rows"]]
+    assert sorted(arrivals) == ["bf16", "fp8", "packed"]
+
+
 def test_the_wheel_has_all_that_the_package_reads(tmp_path):
     """Built from a copy, since setuptools writes into the folder that it builds from."""
     copy = tmp_path / "copy"
