@@ -28,6 +28,7 @@ from safetensors.torch import load_file
 
 from fp4comm import WireFormat, machine, quantize, reference, routing
 from fp4comm.bench import report as bench_report
+from fp4comm.bench.rows import verdict
 from fp4comm.codec import cpu
 from fp4comm.formats import fp8_row_bytes
 from fp4comm.packed import PackedRows
@@ -243,7 +244,8 @@ def combine_cases(x: torch.Tensor) -> Iterator[Case]:
         check = functools.partial(wrong_reduced, out, layout, wire)
         yield Case("weighted_reduce", wire, run, (num_rows, wire.row_bytes(hidden)), check)
         packed = quantize(x, wire)
-        dot_run = functools.partial(cpu.row_dots, *packed._parts(), out, layout)
+        parts = packed.payload, packed.scales, wire, hidden
+        dot_run = functools.partial(cpu.row_dots, *parts, out, layout)
         check = functools.partial(wrong_dots, packed, out, layout)
         yield Case("row_dots", wire, dot_run, (layout.num_expert_rows, 2 * hidden), check)
         packed = quantize(sums, wire)
@@ -399,7 +401,7 @@ def main(
         arguments = {"tokens": tokens, "hidden": hidden, "threads": threads, "x": name}
         content = {"arguments": arguments, **machine.about(), "rows": rows}
         bench_report.write_json(Path(json_path), content)
-    click.echo(f"# wrong rows: {num_wrong} {'OK' if num_wrong == 0 else 'FAILED'}")
+    click.echo(f"# {verdict(num_wrong)}")
     raise SystemExit(num_wrong > 0)
 
 

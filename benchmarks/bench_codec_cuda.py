@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import json
 import statistics
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -28,6 +27,8 @@ import numpy as np
 import torch
 
 from fp4comm import WireFormat, launch, machine, reference, routing
+from fp4comm.bench import report as bench_report
+from fp4comm.bench.rows import verdict
 from fp4comm.codec import cuda
 from fp4comm.formats import fp8_row_bytes
 
@@ -401,9 +402,9 @@ def main(
                 )
         if json_path:
             content = {"gpu": torch.cuda.get_device_name(), **machine.everything(), "rows": rows}
-            Path(json_path).write_text(json.dumps(content, indent=1) + "\n")
+            bench_report.write_json(Path(json_path), content)
     num_wrong = sum(r.get("wrong", 0) for r in rows)
-    click.echo(f"# wrong rows: {num_wrong} {'OK' if num_wrong == 0 else 'FAILED'}")
+    click.echo(f"# {verdict(num_wrong)}")
     raise SystemExit(num_wrong > 0)
 
 

@@ -37,8 +37,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from fp4comm import launch
 from fp4comm.bench import report as bench_report
-from fp4comm.cli import UserError, run_command, run_on_ranks
 from fp4comm.options import OUTPUT, Finite, expect_without_others, run_options
+from fp4comm.running import UserError, run_command, run_on_ranks
 from fp4comm.transport import Transport
 
 TABLE_COLUMNS = 130

@@ -29,6 +29,10 @@ constexpr u32 E4M3_CEIL_ROUND = 0x1FFFFF;  // scale rule "ceil": BF16 that becom
 
 CONSTANT int element_bits(int wire) { return wire == WIRE_BF16 ? 16 : wire == WIRE_MXFP4 ? 4 : 8; }
 CONSTANT u32 block_elements(int wire) { return wire == WIRE_FP8 ? FP8_BLOCK : MX_BLOCK; }
+// Lanes that a block's elements lie in, piece_elements each.
+CONSTANT int block_lanes(int wire, int piece_elements) {
+    return wire == WIRE_BF16 ? 1 : block_elements(wire) / piece_elements;
+}
 // Which block of its row an element is in, and the blocks of a row; the last may be short.
 CONSTANT int block_idx(int wire, int element) {
     return wire == WIRE_BF16 ? 0 : wire == WIRE_FP8 ? element / FP8_BLOCK : element / MX_BLOCK;

@@ -30,7 +30,7 @@ CONSTANT int input_bits(int input) {
 }
 constexpr int INPUT_WORDS = N * input_bits(INPUT) / 32;
 constexpr int WORDS = N * element_bits(WIRE) / 32;
-constexpr int BLOCK_LANES = WIRE == WIRE_BF16 ? 1 : (WIRE == WIRE_FP8 ? FP8_BLOCK : MX_BLOCK) / N;
+constexpr int BLOCK_LANES = block_lanes(WIRE, N);
 
 // Quantize N elements; returns the scale byte of their block.
 template <int From, int To>

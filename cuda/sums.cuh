@@ -19,8 +19,7 @@ DEVICE void store_sums(const float (&sums)[N],
                        bool is_live,
                        int scale_round) {
     constexpr int WORDS = N * element_bits(WIRE) / 32;
-    constexpr int BLOCK_LANES =
-        WIRE == WIRE_BF16 ? 1 : (WIRE == WIRE_FP8 ? FP8_BLOCK : MX_BLOCK) / N;
+    constexpr int BLOCK_LANES = block_lanes(WIRE, N);
     const bool paired = is_paired<WORDS>(piece, hidden / N);
     u32 amax_bits = 0, scale = 0, words[WORDS];
     if constexpr (WIRE != WIRE_BF16) {

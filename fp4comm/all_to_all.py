@@ -6,30 +6,30 @@ topk_idx -> plan -> quantize -> exchange -> arrive -> experts -> reduce -> excha
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import random
-import time
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, overload
 
 import numpy as np
 import torch
 
 from fp4comm import agreement, autograd, check, codec, hops
+from fp4comm.caller import Caller
 from fp4comm.dispatched import Dispatched, Handle, Pending
 from fp4comm.eager import uncompiled
 from fp4comm.formats import WireFormat
+from fp4comm.outgoing import rows_for
 from fp4comm.packed import SCALE_LAYOUTS, PackedRows
 from fp4comm.precision import Precision
 from fp4comm.routing import Placement, RelayPlan, RoutePlan
-from fp4comm.transport import Transport, lent, stopping_peers
+from fp4comm.transport import Transport
 
 ARRIVALS = ("fp8", "bf16", "packed")
 
 
-class AllToAll:
+class AllToAll(Caller):
     """Quantized dispatch and combine of one kind of MoE layer over a transport.
 
     Experts stand on ranks in contiguous ranges; where ``num_experts`` is not divisible, the first
@@ -76,8 +76,6 @@ class AllToAll:
         1.0
     """
 
-    timings: dict[str, float] | None = None
-
     def __init__(
         self,
         transport: Transport,
@@ -94,22 +92,21 @@ class AllToAll:
         links: hops.Links = hops.Links(),  # noqa: B008  frozen
     ) -> None:
         """Check the arguments together with the other ranks."""
+        check.transport(transport)
+        super().__init__(transport, timeout_s)
         self.num_experts = num_experts
         self.hidden = hidden
         self.precision = precision
         self.arrive = arrive
         self.expert_alignment = expert_alignment
         self.scale_layout = scale_layout
-        self.timeout_s = timeout_s
         self.route = route
         self.links = links
         self._ranks_per_node = ranks_per_node
         self._node_sizes: tuple[int, ...] | None = None  # None: not given, and not looked for
-        self._transport = transport
         self._is_open = True
         self._num_calls = 0
         self._number = 0
-        check.transport(transport)
         failure = _failure_of(self._check_arguments)
         if failure is not None:
             self.timeout_s = transport.timeout_s
@@ -361,7 +358,7 @@ class AllToAll:
         assert rows is not None  # else agree has raised
         assert draft is not None
         self._num_calls += 1
-        device = _device_of(rows)
+        device = check.codes(rows).device
         name = f"dispatch {self._num_calls} of AllToAll {self._number % 10**6}"
         with self._stopping_peers("dispatch"):
             settled = draft.settled(counts)
@@ -395,8 +392,8 @@ class AllToAll:
                 self._check_open()
                 check_more()
                 rows = self._rows(x)
-                device = _device_of(rows)
-                idx = check.topk_idx(topk_idx, _codes(rows).shape[0], device)
+                codes = check.codes(rows)
+                idx = check.topk_idx(topk_idx, len(codes), codes.device)
                 weights = None if topk_weights is None else check.topk_weights(topk_weights, idx)
                 draft = self._route.draft(idx, weights)
             sent = [] if draft.plan is None else self._quantize(rows, draft.plan)
@@ -405,14 +402,9 @@ class AllToAll:
         return rows, draft, sent, None
 
     def _quantize(self, rows: check.Rows, plan: RoutePlan) -> hops.Rows:
-        wire, implementation = WireFormat.of(self.precision.dispatch), codec.of(_device_of(rows))
+        wire, device = WireFormat.of(self.precision.dispatch), check.codes(rows).device
         with self._phase("dispatch", "quantize"):
-            return [*implementation.quantize_rows(rows, wire, plan)]
-
-    def _exchange(self, operation: str, label: str, async_op: bool = False) -> hops.Exchange:
-        """Lend a way the transport, with our time limit and this operation's phase and label."""
-        phase = functools.partial(self._phase, operation)
-        return hops.Exchange(self._transport, phase, label, async_op)
+            return [*codec.of(device).quantize_rows(rows, wire, plan)]
 
     def _send_back(
         self,
@@ -472,25 +464,17 @@ class AllToAll:
         with self._stopping_peers("dispatch"):
             if topk_idx is not None or topk_weights is not None:
                 raise ValueError("handle: expected without topk_idx and topk_weights, got both")
-            self._check_handle(handle)
-            if handle._alignment != self.expert_alignment:
-                raise ValueError(
-                    f"handle: made for expert_alignment {handle._alignment}, used with"
-                    f" expert_alignment {self.expert_alignment}"
-                )
+            self._check_handle(handle, expert_alignment=self.expert_alignment)
             autograd.check_inputs(self.arrive, x)
             rows = self._rows(x)
             plan, way = handle._plan, handle._way
-            if _codes(rows).shape[0] != plan.num_tokens:
+            codes, made_for = check.codes(rows), "which handle was made for"
+            if len(codes) != plan.num_tokens:
                 raise ValueError(
-                    f"x: expected {plan.num_tokens} tokens, which handle was made for, got"
-                    f" {_codes(rows).shape[0]}"
+                    f"x: expected {plan.num_tokens} tokens, {made_for}, got {len(codes)}"
                 )
-            if _device_of(rows) != handle._device:
-                raise ValueError(
-                    f"x: expected on {handle._device}, which handle was made for, got"
-                    f" {_device_of(rows)}"
-                )
+            if codes.device != handle._device:
+                raise ValueError(f"x: expected on {handle._device}, {made_for}, got {codes.device}")
             sent = self._quantize(rows, plan)
             inputs = autograd.Inputs.of(x)
             if inputs.wanted:
@@ -522,11 +506,7 @@ class AllToAll:
         if not isinstance(self.precision, Precision):
             raise TypeError(f"precision: expected a Precision, got {type(self.precision).__name__}")
         num_ranks = self._transport.num_ranks
-        if self.num_experts > num_ranks * check.MAX_LOCAL_EXPERTS:
-            raise ValueError(
-                f"num_experts: expected at most {check.MAX_LOCAL_EXPERTS} a rank ({num_ranks}"
-                f" ranks), got {self.num_experts}"
-            )
+        check.local_experts("num_experts", self.num_experts, num_ranks)
         check.seconds("timeout_s", self.timeout_s)
         check.one_of("route", self.route, hops.ROUTES)
         self._node_sizes = hops.check_ranks_per_node(self._ranks_per_node, num_ranks)
@@ -559,19 +539,12 @@ class AllToAll:
         if not self._is_open:
             raise RuntimeError("AllToAll: expected an open object, got a closed one")
 
-    def _check_handle(self, handle: Handle) -> None:
+    def _check_handle(self, handle: Handle, **more: Any) -> None:
         self._check_open()
         if not isinstance(handle, Handle):
             raise TypeError(f"handle: expected a Handle, got {type(handle).__name__}")
-        if handle._transport is not self._transport:
-            raise ValueError("handle: made on another transport than this object's")
-        for name, made, used in (
-            ("num_experts", handle._num_experts, self.num_experts),
-            ("hidden", handle._hidden, self.hidden),
-            ("precision", handle._precision, self.precision),
-        ):
-            if made != used:
-                raise ValueError(f"handle: made for {name} {made}, used with {name} {used}")
+        of_all = {"num_experts": self.num_experts, "hidden": self.hidden}
+        handle.check_use(self._transport, **of_all, precision=self.precision, **more)
 
     def _fingerprint(
         self,
@@ -595,82 +568,15 @@ class AllToAll:
             route=hops.ROUTES.index(self.route),
             nodes=self._nodes_hash(),
             dtype=int(isinstance(rows, tuple)),
-            device=int(rows is not None and _codes(rows).is_cuda),
+            device=int(rows is not None and check.codes(rows).is_cuda),
             topk=0 if draft is None else draft.num_topk,
             weights=int(topk_weights is None),
             gradient=inputs.wanted,
         )
 
-    @contextlib.contextmanager
-    def _phase(self, operation: str, part: str, label: str = "") -> Iterator[None]:
-        """Lend the transport our time limit, phase and label, and count the seconds."""
-        name, start = f"{operation} {part}", self._now()
-        with lent(self._transport, name, self.timeout_s, label):
-            yield
-        if self.timings is not None:
-            seconds = self._now() - start
-            self.timings[name] = self.timings.get(name, 0.0) + seconds
-
-    def _now(self) -> float:
-        """Seconds; if somebody wants them, those at which the device has done what is queued."""
-        if self.timings is not None and torch.cuda.is_initialized():
-            with contextlib.suppress(RuntimeError):  # of the device: its next use says so
-                torch.cuda.synchronize()
-        return time.perf_counter()
-
-    def _stopping_peers(self, operation: str) -> contextlib.AbstractContextManager[None]:
-        """If this rank fails where the others cannot know, tell them."""
-        return stopping_peers(self._transport, operation)
-
     def _local(self, counts: Any) -> Any:
         """Columns of this rank's experts: ranks with fewer leave the last one empty."""
         return counts[:, : self._placement.num_local_experts(self._transport.rank)]
-
-
-def rows_for(transport: Transport, name: str, x: Any, hidden: int | None = None) -> check.Rows:
-    """Check rows that are to travel by a transport: their form, and that they are where it can.
-
-    Args:
-        transport: of this rank.
-        name: what error texts call them.
-        x: as for `AllToAll.dispatch`.
-        hidden: which they have to have; None: any.
-
-    Returns:
-        contiguous and detached, cast under autocast.
-    """
-    rows = check.rows(name, _autocast(x), (torch.bfloat16,), hidden)
-    device, expected = _device_of(rows), transport.device
-    codec.of(device)  # there must be one
-    if expected is not None and device != expected:
-        raise ValueError(
-            f'{name}: expected on {expected}, the device of transport "{transport.name}", got'
-            f" {device}"
-        )
-    if device.type == "cuda" and transport.cuda_missing is not None:
-        raise RuntimeError(f"{name}: expected on the CPU: {transport.cuda_missing}")
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        raise RuntimeError(
-            f"{name}: expected outside of a CUDA graph's capture: the counts are read by the host,"
-            " and an exchange is not captured"
-        )
-    return rows
-
-
-def _codes(rows: check.Rows) -> torch.Tensor:
-    return rows[0] if isinstance(rows, tuple) else rows
-
-
-def _device_of(rows: check.Rows) -> torch.device:
-    return _codes(rows).device
-
-
-def _autocast(x: Any) -> Any:
-    """Cast x as autocast would the input of a matrix product."""
-    castable = isinstance(x, torch.Tensor) and x.dtype in (torch.float32, torch.float16)
-    if castable and torch.is_autocast_enabled(x.device.type):
-        return x.to(torch.get_autocast_dtype(x.device.type))
-    return x
 
 
 def _failure_of(checks: Any) -> Exception | None:

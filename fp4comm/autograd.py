@@ -10,18 +10,16 @@ of the calls are: all ranks differentiate, in the same order.
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from fp4comm import check, codec
+from fp4comm.caller import Caller
 from fp4comm.dispatched import Dispatched, Handle
 from fp4comm.formats import WireFormat
 from fp4comm.hops import Rows, Way
 from fp4comm.routing import ExpertLayout, RelayPlan, RoutePlan
-
-if TYPE_CHECKING:
-    from fp4comm.all_to_all import AllToAll
 
 Gradients = tuple[torch.Tensor | None, ...]
 
@@ -86,7 +84,7 @@ def combine_input(
     return expert_out if isinstance(expert_out, torch.Tensor) else rows
 
 
-def of_dispatch(a2a: AllToAll, d: Dispatched, inputs: Inputs, name: str) -> Dispatched:
+def of_dispatch(caller: Caller, d: Dispatched, inputs: Inputs, name: str) -> Dispatched:
     """Make what a dispatch returned differentiable; rows that stay packed get a stand-in.
 
     That has their shape and no memory: gradients come in by it, and nobody reads it.  A checkpoint
@@ -94,12 +92,12 @@ def of_dispatch(a2a: AllToAll, d: Dispatched, inputs: Inputs, name: str) -> Disp
     """
     rows = d.rows
     if rows is None:
-        shape = d.handle.layout.num_expert_rows, a2a.hidden
+        shape = d.handle.layout.num_expert_rows, d.handle._hidden
         rows = torch.empty((), dtype=torch.bfloat16, device=d.packed.payload.device).expand(shape)
     handle = dataclasses.replace(d.handle, _name=name)
     with torch.enable_grad():
         tensors = inputs.x, inputs.topk_weights
-        rows, row_weights, anchor = Dispatch.apply(*tensors, a2a, handle, [rows.data])
+        rows, row_weights, anchor = Dispatch.apply(*tensors, caller, handle, [rows.data])
         kept = row_weights if row_weights.requires_grad else None
         return dataclasses.replace(
             d,
@@ -111,7 +109,7 @@ def of_dispatch(a2a: AllToAll, d: Dispatched, inputs: Inputs, name: str) -> Disp
 
 
 def of_combine(
-    a2a: AllToAll,
+    caller: Caller,
     y: torch.Tensor,
     expert_out: torch.Tensor,
     handle: Handle,
@@ -122,7 +120,7 @@ def of_combine(
     with torch.enable_grad():
         row_weights = handle._row_weights if weighted else None
         tensors = expert_out, row_weights, handle._anchor
-        return Combine.apply(*tensors, a2a, handle.detached(), weighted, name, [y.data])
+        return Combine.apply(*tensors, caller, handle.detached(), weighted, name, [y.data])
 
 
 class Dispatch(torch.autograd.Function):
@@ -134,10 +132,15 @@ class Dispatch(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Any, topk_weights: Any, a2a: AllToAll, handle: Handle, made: list[torch.Tensor]
+        ctx: Any,
+        x: Any,
+        topk_weights: Any,
+        caller: Caller,
+        handle: Handle,
+        made: list[torch.Tensor],
     ) -> tuple[torch.Tensor, ...]:
         """Return what was made, and note the way back."""
-        ctx.a2a, ctx.handle = a2a, handle
+        ctx.caller, ctx.handle = caller, handle
         ctx.dtypes = [None if t is None else t.dtype for t in (x, topk_weights)]
         ctx.set_materialize_grads(False)
         # Reading it back makes a checkpoint recompute on every rank, whatever its experts kept.
@@ -150,40 +153,41 @@ class Dispatch(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> Gradients:
         """Send the gradients of rows and row weights back to their tokens."""
-        a2a, handle, operation = ctx.a2a, ctx.handle, "dispatch backward"
+        caller, handle, operation = ctx.caller, ctx.handle, "dispatch backward"
         plan, layout, device, way = handle._plan, handle.layout, handle._device, handle._way
-        wire, implementation = WireFormat.of(a2a.precision.dispatch_grad), codec.of(device)
+        wire, implementation = WireFormat.of(handle._precision.dispatch_grad), codec.of(device)
+        hidden = handle._hidden
         x_wants, weights_want, *_ = ctx.needs_input_grad
         grad_x = grad_weights = None
 
         def merge(came: Rows, relay: RelayPlan) -> Rows:
             slots = [_relay_sums(came.pop(), relay)] if weights_want else []
-            rows = implementation.relay_reduce(*came, wire, a2a.hidden, relay) if x_wants else ()
+            rows = implementation.relay_reduce(*came, wire, hidden, relay) if x_wants else ()
             return [*rows, *slots]
 
-        with torch.no_grad(), a2a._stopping_peers(operation):
+        with torch.no_grad(), caller._stopping_peers(operation):
             _ = ctx.saved_tensors
             _keep_for_this_stream(plan, layout, way)
-            with a2a._phase(operation, "reduce"):
+            with caller._phase(operation, "reduce"):
                 rows, row_weights, _ = gradients
                 sent: list[torch.Tensor] = []
                 if x_wants:
                     if rows is None:
-                        shape = layout.num_expert_rows, a2a.hidden
+                        shape = layout.num_expert_rows, hidden
                         rows = torch.zeros(shape, dtype=torch.bfloat16, device=device)
                     sent += implementation.weighted_reduce(
                         rows.contiguous(), layout, wire, weighted=False
                     )
                 if weights_want:
                     sent.append(_slot_gradients(row_weights, layout).view(torch.uint8))
-            exchange = a2a._exchange(operation, f"backward of {handle._name}")
+            exchange = caller._exchange(operation, f"backward of {handle._name}")
             received = way.back(sent, exchange, merge)
-            with a2a._phase(operation, "reduce"):
+            with caller._phase(operation, "reduce"):
                 if weights_want:
                     slots = received.pop().view(torch.float32)
                     grad_weights = _token_sums(slots, plan).to(ctx.dtypes[1])
                 if x_wants:
-                    grad_x = implementation.final_reduce(*received, wire, a2a.hidden, plan)
+                    grad_x = implementation.final_reduce(*received, wire, hidden, plan)
                     grad_x = grad_x.to(ctx.dtypes[0])
         return *differentiable_once(grad_x, grad_weights), None, None, None
 
@@ -197,14 +201,14 @@ class Combine(torch.autograd.Function):
         expert_out: torch.Tensor,
         row_weights: torch.Tensor | None,
         anchor: torch.Tensor | None,
-        a2a: AllToAll,
+        caller: Caller,
         handle: Handle,
         weighted: bool,
         name: str,
         made: list[torch.Tensor],
     ) -> torch.Tensor:
         """Return what was made; keep expert_out if weights want a gradient, else nothing."""
-        ctx.a2a, ctx.handle, ctx.weighted, ctx.name = a2a, handle, weighted, name
+        ctx.caller, ctx.handle, ctx.weighted, ctx.name = caller, handle, weighted, name
         if row_weights is not None:
             ctx.save_for_backward(expert_out)
         return made.pop()
@@ -212,19 +216,19 @@ class Combine(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Gradients:
         """Send dy to the experts' ranks; give expert_out and row_weights their gradients."""
-        a2a, handle, operation = ctx.a2a, ctx.handle, "combine backward"
+        caller, handle, operation = ctx.caller, ctx.handle, "combine backward"
         plan, layout, device, way = handle._plan, handle.layout, handle._device, handle._way
-        wire, implementation = WireFormat.of(a2a.precision.combine_grad), codec.of(device)
+        wire, implementation = WireFormat.of(handle._precision.combine_grad), codec.of(device)
         grad_out = grad_weights = None
-        with torch.no_grad(), a2a._stopping_peers(operation):
+        with torch.no_grad(), caller._stopping_peers(operation):
             saved = ctx.saved_tensors  # before the exchange, for a checkpoint recomputes here
             _keep_for_this_stream(plan, layout, way)
-            with a2a._phase(operation, "quantize"):
+            with caller._phase(operation, "quantize"):
                 dy = gradients[0].contiguous()
                 sent = [*implementation.quantize_rows(dy, wire, plan)]
-            received = way.forth(sent, a2a._exchange(operation, f"backward of {ctx.name}"))
-            rows = *received, wire, a2a.hidden
-            with a2a._phase(operation, "arrive"):
+            received = way.forth(sent, caller._exchange(operation, f"backward of {ctx.name}"))
+            rows = *received, wire, handle._hidden
+            with caller._phase(operation, "arrive"):
                 if ctx.needs_input_grad[0]:
                     weights = _row_weights(layout) if ctx.weighted else None
                     grad_out = implementation.to_bf16_rows(*rows, layout, weights)

@@ -17,7 +17,7 @@ MAX_LOCAL_EXPERTS = 2**15 - 1  # the route carries local experts as int16
 BLOCK_REASON = "(an MX block has 32 elements)"
 WEIGHT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
-Rows = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+Rows = torch.Tensor | tuple[torch.Tensor, torch.Tensor]  # or an FP8 pair (codes, scales)
 
 
 def hidden(value: int) -> int:
@@ -127,6 +127,11 @@ def rows(
         )
     _row_shape(name, tensor, hidden_size)
     return tensor.detach().contiguous()
+
+
+def codes(value: Rows) -> torch.Tensor:
+    """Return the elements of rows ``[T, hidden]``: the codes of an FP8 pair."""
+    return value[0] if isinstance(value, tuple) else value
 
 
 def _fp8_pair(

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import datetime
-import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NoReturn, Protocol, TypeVar
+from typing import Any, Protocol
 
 import click
 from rich.console import Console
@@ -44,51 +43,17 @@ from fp4comm.predict import report as predict_report
 from fp4comm.predict.loads import ROUTES
 from fp4comm.report import page as report_page
 from fp4comm.report.results import ReportError
+from fp4comm.running import UserError, run_command, run_on_ranks
 from fp4comm.transport import Transport
 
 DEMO_RANKS, BENCH_RANKS = 4, 2  # threads of this process, where no launcher started any
 DEMO_FILES = [machine.CHECKOUT / "tests" / "data" / f"layer{n}.safetensors" for n in (0, 1, 7)]
 PLAN_COLUMNS = 160
 
-Result = TypeVar("Result")
-
-
-class UserError(click.ClickException):
-    """A mistake of the user's, or a rank that is gone: one line, on one rank; exit code 2."""
-
-    exit_code = 2
-
-    def __init__(self, message: str, is_reporter: bool = True) -> None:
-        """Say what is wrong."""
-        super().__init__(message)
-        self.is_reporter = is_reporter
-
-    def show(self, file: Any = None) -> None:
-        """Print on the rank that reports."""
-        if self.is_reporter:
-            click.echo(f"Error: {self.message}", err=True, file=file)
-
 
 def main() -> None:
     """Run the command line."""
     run_command(cli)
-
-
-def run_command(command: click.Command) -> NoReturn:
-    """Run a command and exit: errors are one line, on one rank."""
-    try:
-        code = command(standalone_mode=False)
-    except UserError as error:
-        error.show()
-        code = error.exit_code
-    except click.ClickException as error:  # found before there are ranks, and by all of them
-        UserError(error.format_message(), launch.launched_rank() == 0).show()
-        code = UserError.exit_code
-    except click.Abort:
-        progress.show_cursor()
-        sys.stderr.flush()
-        os._exit(130)  # ranks on threads may be inside kernels, which an orderly exit waits for
-    sys.exit(code)
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
@@ -311,23 +276,6 @@ def report(files: tuple[Path, ...], **outputs: Path | None) -> None:
         report_page.write_png(made, picture)
     if content:
         bench_report.write_json(content, report_page.as_json(made))
-
-
-def run_on_ranks(
-    options: dict[str, Any], default_ranks: int, on_rank: Callable[[Transport], Result]
-) -> tuple[Result, bool]:
-    """Run on the ranks that the options ask for; return the result, and whether this one prints."""
-    try:
-        return launch.run(
-            options["transport_name"],
-            options["ranks"],
-            default_ranks,
-            options["timeout_s"],
-            on_rank,
-            options["device"],
-        )
-    except launch.LaunchedRankError as error:
-        raise UserError(str(error), error.is_reporter) from error
 
 
 class View(Protocol):

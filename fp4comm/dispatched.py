@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 
@@ -33,7 +33,7 @@ class Handle:
     _num_experts: int
     _hidden: int
     _precision: Precision
-    _alignment: int
+    _expert_alignment: int
     _device: torch.device
     _name: str  # of the dispatch, the same on all ranks
     # What combine's gradient flows on to, if dispatch is differentiated: see autograd.py.
@@ -54,6 +54,19 @@ class Handle:
         None where the dispatch had none.
         """
         return self.layout.weights
+
+    def check_use(self, transport: Transport, **used: Any) -> None:
+        """Refuse use on another transport, or with other arguments than those it was made for.
+
+        Raises:
+            ValueError: naming the first that differs.
+        """
+        if self._transport is not transport:
+            raise ValueError("handle: made on another transport than this object's")
+        for name, value in used.items():
+            made = getattr(self, f"_{name}")
+            if made != value:
+                raise ValueError(f"handle: made for {name} {made}, used with {name} {value}")
 
     def detached(self) -> Handle:
         """Return it without the graph of its dispatch."""

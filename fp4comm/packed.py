@@ -75,13 +75,11 @@ class PackedRows:
         Raises:
             ValueError: a layout made for another number of rows, or on another device.
         """
-        if layout is not None:
-            check.layout(layout, len(self), self.payload.device)
-        return self._codec().to_bf16_rows(*self._parts(), layout)
+        return self._codec().to_bf16_rows(*self._placed(layout))
 
     def to_float32(self) -> torch.Tensor:
         """Dequantize to ``[n, hidden]`` float32: code times scale; a NaN is 0x7FC00000."""
-        return self._codec().dequantize(*self._parts())
+        return self._codec().dequantize(self.payload, self.scales, self.format, self.hidden)
 
     def to_fp8_rows(
         self, layout: ExpertLayout | None = None, scale_layout: str = "row"
@@ -105,9 +103,7 @@ class PackedRows:
             ValueError: unknown scale layout, or a layout made for another number of rows or device.
         """
         check.one_of("scale_layout", scale_layout, SCALE_LAYOUTS)
-        if layout is not None:
-            check.layout(layout, len(self), self.payload.device)
-        return self._codec().to_fp8_rows(*self._parts(), layout, scale_layout)
+        return self._codec().to_fp8_rows(*self._placed(layout), scale_layout)
 
     def to_fp8_columns(
         self, layout: ExpertLayout | None = None
@@ -124,9 +120,7 @@ class PackedRows:
         Raises:
             ValueError: a layout made for another number of rows, or on another device.
         """
-        if layout is not None:
-            check.layout(layout, len(self), self.payload.device)
-        return self._codec().to_fp8_columns(*self._parts(), layout)
+        return self._codec().to_fp8_columns(*self._placed(layout))
 
     def expand(self, layout: ExpertLayout) -> PackedRows:
         """Copy the rows to expert-major order, still packed; padding rows are zero bytes.
@@ -147,8 +141,11 @@ class PackedRows:
     def _codec(self) -> Any:
         return codec.of(self.payload.device)
 
-    def _parts(self) -> tuple[torch.Tensor, torch.Tensor, WireFormat, int]:
-        return self.payload, self.scales, self.format, self.hidden
+    def _placed(self, layout: ExpertLayout | None) -> tuple[Any, ...]:
+        """Arguments of a conversion; the layout is checked."""
+        if layout is not None:
+            check.layout(layout, len(self), self.payload.device)
+        return self.payload, self.scales, self.format, self.hidden, layout
 
 
 def quantize(
@@ -185,6 +182,6 @@ def quantize(
     tensors = x if isinstance(x, (tuple, list)) else (x,)
     check.no_gradient("x", *tensors, reason="quantize is not differentiable")
     rows = check.rows("x", x, (torch.bfloat16, torch.float32))
-    codes = rows[0] if isinstance(rows, tuple) else rows
+    codes = check.codes(rows)
     payload, scales = codec.of(codes.device).quantize_rows(rows, wire)
     return PackedRows(payload, scales, wire, codes.shape[1])

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from fp4comm import launch
+from fp4comm.transport.local import LocalTransport
 
 
 @pytest.fixture(autouse=True)
@@ -20,6 +21,19 @@ def _no_launcher(monkeypatch):
     for name in list(os.environ):
         if name.startswith(launch.MPI_LAUNCHERS) or name in of_launcher:
             monkeypatch.delenv(name)
+
+
+@pytest.fixture
+def one_wrong_byte(monkeypatch):
+    """Change a byte of what arrives at rank 1 in each exchange of the local transport."""
+    move = LocalTransport._move
+
+    def corrupting(self, call):
+        move(self, call)
+        if call.shape.kind == "exchange" and self.rank == 1:
+            call.recvs[0][5, 7] ^= 1
+
+    monkeypatch.setattr(LocalTransport, "_move", corrupting)
 
 
 @pytest.fixture

@@ -233,3 +233,16 @@ def same_rows(got, want):
         f"{len(wrong)} of {len(want)} rows differ, first {wrong[0]} at bytes"
         f" {np.flatnonzero(got[wrong[0]] != want[wrong[0]])[:8]}"
     )
+
+
+class Foreign:
+    """An array of another library: only DLPack."""
+
+    def __init__(self, tensor):
+        self._tensor = tensor
+
+    def __dlpack__(self, **kwargs):
+        return self._tensor.__dlpack__(**kwargs)
+
+    def __dlpack_device__(self):
+        return self._tensor.__dlpack_device__()

@@ -1,5 +1,6 @@
 """dispatch and combine on every transport against the reference."""
 
+import copy
 import time
 
 import numpy as np
@@ -8,6 +9,7 @@ import torch
 from rounds import (
     ROUNDS,
     WIRES,
+    Foreign,
     Round,
     bf16_bits,
     check_round,
@@ -205,16 +207,6 @@ def test_any_strides_of_x_give_the_bytes_of_the_contiguous_copy():
 def test_arrays_of_other_libraries_come_in_through_dlpack():
     """INS-18: BF16 too."""
 
-    class Foreign:
-        def __init__(self, tensor):
-            self._tensor = tensor
-
-        def __dlpack__(self, **kwargs):
-            return self._tensor.__dlpack__(**kwargs)
-
-        def __dlpack_device__(self):
-            return self._tensor.__dlpack_device__()
-
     x = torch.randn(3, 32).bfloat16()
     idx, weights = np.array([[0, 1], [2, 3], [1, -1]]), np.ones((3, 2), np.float64)
     a2a = one_rank()
@@ -288,6 +280,11 @@ def test_what_dispatch_returns_can_be_compared_and_kept_in_a_dict():
     assert kept[d.handle] == 1
     assert d.handle == d.handle
     assert d.packed != quantize(torch.ones(1, 32))
+
+
+def test_copies_of_a_model_send_by_the_same_object():
+    a2a = one_rank()
+    assert copy.deepcopy(a2a) is a2a
 
 
 def test_pending_that_failed_says_so_again_and_keeps_nothing():

@@ -77,12 +77,6 @@ def test_bytes_of_a_row(wire, num_bytes):  # BEN-12
     assert bench_rows.row_bytes(WireFormat(wire), 7168, num_topk=8) == num_bytes + 48
 
 
-def test_mxfp4_gains_less_than_four():  # BEN-12
-    bf16, mxfp4 = (bench_rows.row_bytes(WireFormat(w), 7168) for w in ("bf16", "mxfp4"))
-    assert bf16 / mxfp4 == pytest.approx(3.765, abs=5e-4)
-    assert bench_rows.row_bytes(WireFormat("mxfp4"), 2880) == 1530  # BEN-16
-
-
 def test_speedup():  # BEN-17
     assert bench_rows.speedup(8000, 2000) == 4.0
 
@@ -112,8 +106,8 @@ def test_what_a_product_hides_of_a_dispatch():
 def test_a_product_is_sized_by_what_others_take(monkeypatch, target_us, size, repeats):
     monkeypatch.setattr(product, "MOST", 256)
     cost = lambda run: 5 + (run.__self__.size / 16) ** 3  # noqa: E731
-    monkeypatch.setattr(product, "slowest_us", lambda transport, stopwatch, run: cost(run))
-    made = product.sized(None, None, torch.device("cpu"), target_us)
+    monkeypatch.setattr(product, "slowest_us", lambda stopwatch, run: cost(run))
+    made = product.sized(None, torch.device("cpu"), target_us)
     assert abs(made.size - size) <= 16
     assert made.repeats == repeats
     made.run()
@@ -454,15 +448,7 @@ def test_the_time_holds_the_work(monkeypatch):  # BEN-08
         assert row.parts_us["exchange"] >= 20000
 
 
-def test_one_wrong_byte_in_what_arrives_is_noticed(monkeypatch, one_thread):
-    move = LocalTransport._move
-
-    def corrupting(self, call):
-        move(self, call)
-        if call.shape.kind == "exchange" and self.rank == 1:
-            call.recvs[0][5, 7] ^= 1
-
-    monkeypatch.setattr(LocalTransport, "_move", corrupting)
+def test_one_wrong_byte_in_what_arrives_is_noticed(one_wrong_byte, one_thread):
     also = ("round_trip", "overlap")
     report = measure(SMALL, wires=("bf16",), arrive="bf16", also=also)[0]
     assert [row.num_wrong > 0 for row in report.rows] == [True] * 4

@@ -20,7 +20,6 @@ from fp4comm.bench.environment import Environment, Place
 from fp4comm.bench.report import header_lines
 from fp4comm.bench.settings import Settings
 from fp4comm.cli import DEMO_FILES
-from fp4comm.transport.local import LocalTransport
 
 SCRIPT = Path(__file__).resolve().parent / "run_cli.py"
 DATA = Path(__file__).resolve().parent / "data" / "layer0.safetensors"
@@ -142,19 +141,14 @@ def test_bench_on_recorded_data():
     assert run("bench", "--data", DATA, *options, "--skew", "balanced").exit_code == 2
 
 
-def test_a_wrong_row_is_counted_and_ends_with_1(monkeypatch):
-    move = LocalTransport._move
-
-    def corrupting(self, call):
-        move(self, call)
-        if call.shape.kind == "exchange" and self.rank == 1:
-            call.recvs[0][5, 7] ^= 1
-
-    monkeypatch.setattr(LocalTransport, "_move", corrupting)
+def test_a_wrong_row_of_bench_is_counted_and_ends_with_1(one_wrong_byte):
     result = run("bench", *TINY, "--wire", "bf16", "--arrive", "bf16")
     assert result.exit_code == 1
     assert all(int(row[-1]) > 0 for row in rows_of(result.output))
     assert result.output.splitlines()[-1].endswith(" FAILED")
+
+
+def test_a_wrong_row_of_the_demo_ends_with_1(one_wrong_byte):
     result = run("demo", "--data", DATA, "--ranks", 2, "--warmup", 1, "--iterations", 1)
     assert result.exit_code == 1
     assert result.output.splitlines()[-1].startswith("FAILED: ")

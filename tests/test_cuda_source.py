@@ -69,6 +69,22 @@ def test_every_kernel_compiles_with_nvrtc(arch, tmp_path, monkeypatch):
         assert path.parent == tmp_path / "fp4comm"
 
 
+@pytest.mark.parametrize(
+    ("room", "names", "file"),
+    [
+        ("codec", ("BLOCK_ROWS", "SCALE_ROWS", "SCALE_GROUPS"), "to_fp8_rows.cu"),
+        ("codec", ("PADDING_BLOCKS",), "rows.cuh"),
+        ("routing", ("CHUNK_TOKENS",), "experts.cuh"),
+        ("routing", ("CHUNK_SLOTS",), "routing.cuh"),
+    ],
+)
+def test_launches_count_as_the_kernels_do(room, names, file):
+    module, source = importlib.import_module(f"fp4comm.{room}.cuda"), cuda_kernels.FOLDER / file
+    written = dict(re.findall(r"\b([A-Z_]+) = (\d+)", source.read_text()))
+    for name in names:
+        assert int(written[name]) == getattr(module, name)
+
+
 def test_an_edited_header_is_compiled_again(tmp_path, monkeypatch):
     pytest.importorskip("cupy", reason="needs CuPy (no GPU)")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))

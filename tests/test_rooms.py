@@ -38,12 +38,12 @@ ALLOWED = {
     "agreement": {"formats", "precision", "texts", "transport"},
     "hops": {"agreement", "check", "codec", "hops", "routing", "transport"},
     "dispatched": {"eager", "hops", "packed", "precision", "routing", "transport"},
-    "autograd": {  # all_to_all for types alone
-        "all_to_all", "check", "codec", "dispatched", "formats", "hops", "routing",
-    },
+    "caller": {"hops", "transport"},
+    "outgoing": {"check", "codec", "transport"},
+    "autograd": {"caller", "check", "codec", "dispatched", "formats", "hops", "routing"},
     "all_to_all": {
-        "agreement", "autograd", "check", "codec", "dispatched", "eager", "formats", "hops",
-        "packed", "precision", "routing", "transport",
+        "agreement", "autograd", "caller", "check", "codec", "dispatched", "eager", "formats",
+        "hops", "outgoing", "packed", "precision", "routing", "transport",
     },
     "products": {"formats", "packed", "routing"},
     "experts": {
@@ -112,6 +112,16 @@ def test_every_operation_has_a_benchmark_that_runs(tmp_path):
     rows = json.loads(result.read_text())["rows"]
     measured = {row["op"].split()[0] for row in rows if "wrong" in row}
     assert measured == set(OPERATIONS)
+
+
+def test_the_benchmark_of_memory_runs(tmp_path):
+    result = tmp_path / "memory.json"
+    sizes = ["--tokens", "64", "--hidden", "256", "--wire", "mxfp4", "--json", result]
+    script = ROOT / "benchmarks" / "dispatch_memory.py"
+    done = subprocess.run([sys.executable, script, *sizes], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    arrivals = [row["arrive"] for row in json.loads(result.read_text())["rows"]]
+    assert sorted(arrivals) == ["bf16", "fp8", "packed"]
 
 
 def test_the_wheel_has_all_that_the_package_reads(tmp_path):

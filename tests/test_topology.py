@@ -11,7 +11,7 @@ import ranks
 from command_line import run
 
 from fp4comm import hops, quantities, topology
-from fp4comm.bench import calibrate
+from fp4comm.bench import kernels, meter
 from fp4comm.bench.workload import Synthetic, distinct_experts, zipf_popularity
 from fp4comm.formats import FORMATS, WireFormat
 from fp4comm.predict import loads, spread, times
@@ -523,18 +523,19 @@ def test_the_readme_shows_what_plan_prints():
 
 def test_every_pair_meets_once():
     for n in (2, 3, 4, 7, 8):
-        met = [frozenset(pair) for round_ in calibrate.rounds(n) for pair in round_]
+        met = [frozenset(pair) for round_ in meter.rounds(n) for pair in round_]
         assert sorted(map(sorted, met)) == sorted(map(list, itertools.combinations(range(n), 2)))
-        for round_ in calibrate.rounds(n):
+        for round_ in meter.rounds(n):
             assert len(set(itertools.chain(*round_))) == 2 * len(round_)
 
 
 def test_calibrate_writes_a_topology_that_plan_takes(tmp_path, monkeypatch):
-    monkeypatch.setattr(calibrate, "TARGET_S", 0.002)
-    monkeypatch.setattr(calibrate, "PAIR_TARGET_S", 0.002)
-    monkeypatch.setattr(calibrate, "COPY_BYTES", 1 << 20)
-    monkeypatch.setattr(calibrate, "TOKENS", {"cpu": (8, 64)})
-    monkeypatch.setattr(calibrate, "REPEATS", 1)
+    monkeypatch.setattr(meter, "TARGET_S", 0.002)
+    monkeypatch.setattr(meter, "PAIR_TARGET_S", 0.002)
+    monkeypatch.setattr(meter, "COPY_BYTES", 1 << 20)
+    monkeypatch.setattr(kernels, "TOKENS", {"cpu": (8, 64)})
+    monkeypatch.setattr(meter, "REPEATS", 1)
+    monkeypatch.setattr(kernels, "REPEATS", 1)
     file = tmp_path / "here.toml"
     result = run("bench", "--calibrate", file, "--ranks", 2)
     assert result.exit_code == 0, result.output

@@ -1,7 +1,5 @@
 """Experts that take the wire rows as they came: Handle.topk_idx and combine_wire_rows."""
 
-import copy
-
 import pytest
 import torch
 
@@ -146,6 +144,5 @@ def test_a_graph_that_kept_what_is_overwritten_says_so():
         a2a.combine_wire_rows(torch.ones(3, 32).bfloat16(), d.handle, out=out)
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             product.backward()
-        assert copy.deepcopy(a2a) is a2a
 
     transport.run_local(1, on_rank, timeout_s=60)

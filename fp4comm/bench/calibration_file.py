@@ -7,7 +7,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from fp4comm.bench.calibrate import HIDDEN, TOKENS, TOPK, Calibration, LinkTimes
+from fp4comm.bench.calibrate import Calibration, LinkTimes
+from fp4comm.bench.kernels import HIDDEN, TOKENS, TOPK
 from fp4comm.formats import FORMATS
 from fp4comm.quantities import entry
 from fp4comm.topology import CALLS, KERNELS

@@ -16,8 +16,8 @@ import numpy as np
 import torch
 
 from fp4comm import reference
-from fp4comm.all_to_all import Dispatched
 from fp4comm.bench.workload import Workload
+from fp4comm.dispatched import Dispatched
 from fp4comm.formats import FP8_BLOCK, WireFormat
 from fp4comm.reference import Arrived
 from fp4comm.reference.casts import Array

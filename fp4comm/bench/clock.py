@@ -39,6 +39,12 @@ class Stopwatch:
         self._synchronize()
         return result, time.perf_counter_ns() - start
 
+    def samples_us(self, call: Callable[[], object], repeats: int) -> npt.NDArray[np.float64]:
+        """Time repeats of a call after one that does not count: ``[num_ranks, repeats]`` us."""
+        call()
+        samples = [self.time(call)[1] for _ in range(repeats)]
+        return gather(self._transport, samples) / 1e3
+
     def _synchronize(self) -> None:
         if self._device == "cuda":
             torch.cuda.synchronize()

@@ -104,11 +104,10 @@ class Run:
 
     def size_product(self, inputs: tuple[Any, ...]) -> None:
         """Make the product for the overlap, as long as the dispatch alone, and warm both up."""
-        time_alone = self._transport, self._stopwatch
         self._a2a.timings = None
-        alone_us = product.slowest_us(*time_alone, lambda: self._a2a.dispatch(*inputs))
+        alone_us = product.slowest_us(self._stopwatch, lambda: self._a2a.dispatch(*inputs))
         device = current_device(self._settings.device)
-        self._product = product.sized(*time_alone, device, alone_us)
+        self._product = product.sized(self._stopwatch, device, alone_us)
         self._overlapped(inputs, self._product)
 
     def once(self, inputs: tuple[Any, ...], *, check_result: bool) -> None:

@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from fp4comm.bench.clock import Stopwatch, gather
-from fp4comm.transport import Transport
+from fp4comm.bench.clock import Stopwatch
 
 STEP, FIRST, MOST = 16, 256, 4096  # sizes: multiples of STEP; a longer product is repeated
 TRIALS = 6  # sizes that are tried at most
@@ -39,9 +38,7 @@ class Product:
             torch.mm(self._a, self._b, out=self._out)
 
 
-def sized(
-    transport: Transport, stopwatch: Stopwatch, device: torch.device, target_us: float
-) -> Product:
+def sized(stopwatch: Stopwatch, device: torch.device, target_us: float) -> Product:
     """Make a product that takes about target_us on the slowest rank; collective.
 
     The same on all ranks, since all see the times of all.  Time grows with the cube of the size;
@@ -50,15 +47,13 @@ def sized(
     took_us: dict[int, float] = {}
     size = FIRST
     while size not in took_us and len(took_us) < TRIALS:
-        took_us[size] = slowest_us(transport, stopwatch, Product(size, 1, device).run)
+        took_us[size] = slowest_us(stopwatch, Product(size, 1, device).run)
         wanted = size * (target_us / took_us[size]) ** (1 / 3)
         size = min(MOST, STEP * max(1, round(wanted / STEP)))
     size = min(took_us, key=lambda size: abs(math.log(target_us / took_us[size])))
     return Product(size, max(1, round(target_us / took_us[size])), device)
 
 
-def slowest_us(transport: Transport, stopwatch: Stopwatch, call: Callable[[], object]) -> float:
-    """Time a call: median of the slowest rank's times, after one call that is not timed; in us."""
-    call()
-    samples = [stopwatch.time(call)[1] for _ in range(REPEATS)]
-    return float(np.median(gather(transport, samples).max(axis=0))) / 1e3
+def slowest_us(stopwatch: Stopwatch, call: Callable[[], object]) -> float:
+    """Time a call: median of the slowest rank's times in us."""
+    return float(np.median(stopwatch.samples_us(call, REPEATS).max(axis=0)))

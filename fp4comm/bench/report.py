@@ -11,7 +11,7 @@ from typing import Any
 
 from fp4comm.bench.cases import SWEPT, Case, varying
 from fp4comm.bench.environment import Environment
-from fp4comm.bench.rows import OVERLAP, ROUND_TRIP, Report, Row
+from fp4comm.bench.rows import OVERLAP, ROUND_TRIP, Report, Row, verdict
 from fp4comm.bench.settings import Settings
 
 TIMED = {
@@ -191,8 +191,7 @@ class Table:
                 f"! {too_fast} rows above the stated link peak of {self._link_gbs} GB/s: do not"
                 " believe them"
             )
-        num_wrong = sum(report.num_wrong for report in reports)
-        lines.append(f"wrong rows: {num_wrong} {'OK' if num_wrong == 0 else 'FAILED'}")
+        lines.append(verdict(sum(report.num_wrong for report in reports)))
         return [f"# {line}" for line in lines]
 
     def _is_above_link(self, row: Row) -> bool:

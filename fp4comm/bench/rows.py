@@ -137,6 +137,15 @@ def sqnr_db(signal: float, noise: float) -> float | None:
     return 10 * math.log10(signal / noise) if signal > 0 and 0 < noise < math.inf else None
 
 
+def verdict(num_wrong: int) -> str:
+    """Say how many rows are wrong, and what that means.
+
+    >>> verdict(0)
+    'wrong rows: 0 OK'
+    """
+    return f"wrong rows: {num_wrong} {'FAILED' if num_wrong else 'OK'}"
+
+
 # Rows
 
 

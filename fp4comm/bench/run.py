@@ -22,10 +22,12 @@ from fp4comm.bench.check import SAMPLE_ELEMENTS, Checker, expert_outputs
 from fp4comm.bench.clock import gather
 from fp4comm.bench.operations import Run, all_to_all, current_device
 from fp4comm.bench.plain import Plain
-from fp4comm.bench.rows import OVERLAP, Report
+from fp4comm.bench.rows import OVERLAP, Report, Row
 from fp4comm.bench.settings import Settings
 from fp4comm.bench.workload import Workload
 from fp4comm.transport import Transport, run_local
+
+COMPILING = "compiling kernels, which takes a while in the first run after an install"
 
 
 def measure(
@@ -55,7 +57,7 @@ def measure_each(
         settings: what to do.
         tell: told what comes next, on every rank.
     """
-    tell("compiling kernels, which takes a while in the first run after an install")
+    tell(COMPILING)
     compile_s = compile_first(transport, settings)
     for number, workload in enumerate(workloads):
         of_case = OfCase(tell, number, len(workloads))
@@ -112,8 +114,14 @@ def _measure(
         for run in runs:
             run.once_by_part(inputs)
     rows = [peer.row(settings.warmup) for peer in peers]
+    rows += [row for run in runs for row in run.rows()]
+    return report_of(workload, checker, rows, compile_s)
+
+
+def report_of(workload: Workload, checker: Checker, rows: list[Row], compile_s: float) -> Report:
+    """Put rows together with the inputs that they are of."""
     return Report(
-        rows=rows + [row for run in runs for row in run.rows()],
+        rows=rows,
         workload=workload.name,
         hidden=workload.hidden,
         num_experts=workload.num_experts,

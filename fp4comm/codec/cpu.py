@@ -153,10 +153,7 @@ def to_bf16_rows(
         kernels.to_bf16_rows,
         payload.shape[0],
         wire.row_bytes(hidden) + 2 * hidden,
-        _kind(wire),
-        wire.format.block,
-        payload.numpy(),
-        scales.numpy(),
+        *_stored(payload, scales, wire),
         _slot_rows(layout, payload.shape[0]),
         np.empty(0, np.float32) if row_weights is None else row_weights.numpy(),
         out.numpy(),
@@ -175,10 +172,7 @@ def dequantize(
         kernels.dequantize,
         payload.shape[0],
         wire.row_bytes(hidden) + 4 * hidden,
-        _kind(wire),
-        wire.format.block,
-        payload.numpy(),
-        scales.numpy(),
+        *_stored(payload, scales, wire),
         out.numpy(),
     )
     return out
@@ -251,10 +245,7 @@ def row_dots(
         kernels.row_dots,
         payload.shape[0],
         wire.row_bytes(hidden) + 2 * hidden,
-        _kind(wire),
-        wire.format.block,
-        payload.numpy(),
-        scales.numpy(),
+        *_stored(payload, scales, wire),
         expert_out.view(torch.int16).numpy(),
         layout.slot_rows.numpy(),
         out.numpy(),
@@ -322,10 +313,7 @@ def final_reduce(
         kernels.final_reduce,
         plan.num_tokens,
         2 * hidden + wire.row_bytes(hidden),
-        _kind(wire),
-        wire.format.block,
-        payload.numpy(),
-        scales.numpy(),
+        *_stored(payload, scales, wire),
         plan.place_offsets.numpy(),
         plan.places.numpy(),
         out.view(torch.uint16).numpy(),
@@ -362,6 +350,13 @@ def relay_reduce(
 
 def _kind(wire: WireFormat) -> int:
     return KINDS[wire.format.element.name]
+
+
+def _stored(
+    payload: torch.Tensor, scales: torch.Tensor, wire: WireFormat
+) -> tuple[int, int, np.ndarray, np.ndarray]:
+    """Wire rows as kernels take them: kind, elements of a block, codes, scales."""
+    return _kind(wire), wire.format.block, payload.numpy(), scales.numpy()
 
 
 def _range(stop: int) -> np.ndarray:

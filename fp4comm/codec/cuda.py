@@ -56,9 +56,8 @@ class Shape:
         return *limit, *(f"-D{name}={value}" for name, value in names.items())
 
 
-# By kernel and options; of those that fit the one with the most options counts.
 BLOCK_ROWS = 32  # of thread blocks in which scales by column wait; cuda/to_fp8_rows.cu
-SHAPES = {
+SHAPES = {  # by kernel and options; of those that fit the one with the most options counts
     ("quantize_rows",): Shape(32, max_lanes=256),
     ("quantize_rows", "-DWIRE=WIRE_BF16"): Shape(8),
     ("quantize_rows", "-DINPUT=INPUT_E4M3"): Shape(32, unroll=2, max_lanes=256),
@@ -92,7 +91,7 @@ MANY = 40_000_000  # elements from which on `Shape.many` is the faster one
 
 SCALE_ROWS, SCALE_GROUPS = 64, 8  # of a thread block that writes scales by column; likewise
 PADDING_BLOCKS = 16  # thread blocks an expert that zero its padding; cuda/rows.cuh
-COLUMN_LANES = 8  # cuda/to_fp8_columns.cu
+COLUMN_LANES = 8  # threads along the columns, as the kernel is told
 COLUMN_SHAPES = {  # columns and rows of a thread, thread blocks a multiprocessor, there
     "bf16": (8, 8, 8),
     "fp8": (32, 4, 5),

@@ -33,9 +33,8 @@ from fp4comm.reference.casts import (
 
 Rows = Array | tuple[Array, Array]  # bf16 bits, float32, or (E4M3 codes, float32 scales per 128)
 
-EXACT_GAP = (
-    14  # formats.md 4: an E2M1 code is exact as E4M3 up to this many binades below its group
-)
+# An E2M1 code is exact as E4M3 up to this many binades below the largest scale of its group.
+EXACT_GAP = 14
 
 
 def scale_from_amax(amax_bits: Array, wire: WireFormat) -> Array:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from fp4comm._version import __version__
+from fp4comm.bench.rows import verdict
 from fp4comm.report import charts
 from fp4comm.report.compare import Comparison, comparisons, gaps
 from fp4comm.report.results import ReportError, Result, Row, read
@@ -117,8 +118,7 @@ def shown(result: Result) -> list[str]:
         if row.dispatch != "bf16" and over:
             told.append(f"{row.name}: {', '.join(over)}")
     if result.is_measured:
-        num_wrong = sum(row.num_wrong or 0 for row in result.rows)
-        told.append(f"wrong rows: {num_wrong} {'OK' if num_wrong == 0 else 'FAILED'}")
+        told.append(verdict(sum(row.num_wrong or 0 for row in result.rows)))
     return told
 
 

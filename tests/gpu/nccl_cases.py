@@ -24,13 +24,13 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "mpi"))
 
 import transport_cases as cases
+from on_device import busy
 from transport_cases import Round, exchange_and_check, ones_counts, raises, say, splits_for
 
 from fp4comm import transport
 
 OPEN_S = 30.0  # time limit of what is to go well
 LATE_S = 3.0  # and of what is not
-CYCLES_A_MS = 2_000_000  # of the GPU's clock, at most
 FILL = 0x99
 
 
@@ -106,11 +106,6 @@ class TorchRanks:
 
 
 # ---- helpers
-
-
-def busy(milliseconds):
-    """Keep the current stream busy, for at least about that long."""
-    torch.cuda._sleep(int(milliseconds * CYCLES_A_MS))
 
 
 def random_splits(t, rng, most=40):

@@ -10,6 +10,7 @@ import dataclasses
 import torch
 from on_device import DEVICE, busy, on_host, side_stream, synchronize, to
 from rounds import (
+    Foreign,
     Round,
     bf16_bits,
     compare_dispatched,
@@ -265,19 +266,6 @@ def case_com_40_repeats_are_equal(t):
     bench = Bench(t)
     for _ in range(40):
         bench.check(*bench.round())
-
-
-class Foreign:
-    """An array of another library: only DLPack."""
-
-    def __init__(self, tensor):
-        self._tensor = tensor
-
-    def __dlpack__(self, **kwargs):
-        return self._tensor.__dlpack__(**kwargs)
-
-    def __dlpack_device__(self):
-        return self._tensor.__dlpack_device__()
 
 
 def case_ins_18_arrays_of_other_libraries(t):

@@ -71,11 +71,11 @@ def test_every_row_is_right(arrive, num_ranks):
 
 @on_a_gpu
 def test_a_product_takes_about_as_long_as_it_should_and_the_host_goes_on():
-    alone = transport.open("local")
-    stopwatch, device = Stopwatch(alone, "cuda"), torch.device("cuda", torch.cuda.current_device())
+    stopwatch = Stopwatch(transport.open("local"), "cuda")
+    device = torch.device("cuda", torch.cuda.current_device())
     for target_us in (300.0, 5000.0):
-        made = product.sized(alone, stopwatch, device, target_us)
-        took_us = product.slowest_us(alone, stopwatch, made.run)
+        made = product.sized(stopwatch, device, target_us)
+        took_us = product.slowest_us(stopwatch, made.run)
         assert target_us / 2 < took_us < target_us * 2, (made.size, made.repeats)
     synchronize()
     busy(200)

@@ -3,13 +3,13 @@
 The cases are those of tests/test_codec.py.  Every output lies in poisoned memory between canaries.
 """
 
-import concurrent.futures
 import math
 import types
 
 import numpy as np
 import pytest
 import torch
+from compiled import kernels_are_compiled  # noqa: F401
 from numeric_cases import CASES, DECODE_CASES, FP8_CASES
 from test_codec import (
     LAYOUTS,
@@ -24,22 +24,13 @@ from test_codec import (
     random_layout,
 )
 
-from fp4comm import WireFormat, cuda_kernels, reference, routing
+from fp4comm import WireFormat, reference, routing
 from fp4comm.codec import cpu, cuda
 
 EDGE = 512  # bytes of canary on each side of an output: its alignment stays
 HIDDENS = [32, 96, 160, 2880, 7168, 16384, 32768]
 MXFP4, BF16 = WireFormat("mxfp4"), WireFormat("bf16")
 by_hidden = pytest.mark.parametrize("hidden", HIDDENS)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def compiled():
-    """Compile the kernels side by side; one by one they would take most of the suite's time."""
-    major, minor = torch.cuda.get_device_capability()
-    with concurrent.futures.ThreadPoolExecutor() as pool:
-        compile_one = lambda v: cuda_kernels.compile_to_file(v[0], f"sm_{major}{minor}", v[1])  # noqa: E731
-        list(pool.map(compile_one, cuda.variants()))
 
 
 @pytest.fixture(autouse=True)

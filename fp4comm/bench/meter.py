@@ -1,0 +1,138 @@
+"""Timing exchanges and copies on all ranks, as `fp4comm.bench.calibrate` needs them; collective.
+
+Of large exchanges and copies the fastest of some repeats counts, and of tiny ones the median: what
+else runs on the machine is not its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import torch
+
+from fp4comm.agreement import MESSAGE_WORDS
+from fp4comm.bench.clock import Stopwatch
+from fp4comm.bench.operations import current_device
+from fp4comm.transport import Transport
+
+TINY_BYTES = 64  # of a row that measures latency
+TARGET_S = 0.4  # that the larger of two exchanges should take: shaped links let bursts pass
+PAIR_TARGET_S = 0.05  # the same for pairs, of which there are many
+STEP = 4  # between their sizes
+FIRST_BYTES, MOST_BYTES = 1 << 18, 1 << 26  # of a rank in one exchange
+COPY_BYTES = 1 << 26
+REPEATS = 5
+TINY_REPEATS = 21
+
+
+class Meter:
+    """Times exchanges and copies on all ranks."""
+
+    def __init__(self, transport: Transport, device: str) -> None:
+        """Note whom to measure."""
+        self._transport = transport
+        self._device = current_device(device)
+        self._stopwatch = Stopwatch(transport, device)
+
+    def slowest_us(self, call: Callable[[], object], repeats: int) -> float:
+        """Time of the slowest rank in us: median of `TINY_REPEATS`, else the fastest of all."""
+        return float(_typical(self._stopwatch.samples_us(call, repeats).max(axis=0)))
+
+    def copy_gbs(self) -> float:
+        """Copy of memory on all ranks at once: of the slowest, read plus write."""
+        source = torch.ones(COPY_BYTES, dtype=torch.uint8, device=self._device)
+        target = torch.empty_like(source)
+        return 2 * COPY_BYTES / self.slowest_us(lambda: target.copy_(source), REPEATS) / 1e3
+
+    def counts_us(self) -> float:
+        """The exchange of counts."""
+        counts = np.zeros((self._transport.num_ranks, MESSAGE_WORDS), np.int64)
+        return self.slowest_us(lambda: self._transport.exchange_counts(counts), TINY_REPEATS)
+
+    def exchange_us(
+        self, peers: np.ndarray, num_bytes: int, streams: int = 1, repeats: int = REPEATS
+    ) -> float:
+        """One exchange: i sends num_bytes to each j with peers[i, j], in each stream."""
+        return self.slowest_us(self._exchange(peers, num_bytes, streams), repeats)
+
+    def _exchange(self, peers: np.ndarray, num_bytes: int, streams: int = 1) -> Callable[[], None]:
+        rank = self._transport.rank
+        splits = peers[rank].astype(np.int64), peers[:, rank].astype(np.int64)
+        sends, recvs = (
+            [
+                torch.ones((int(rows.sum()), num_bytes), dtype=torch.uint8, device=self._device)
+                for _ in range(streams)
+            ]
+            for rows in splits
+        )
+
+        def call() -> None:
+            self._transport.phase = "calibration"
+            self._transport.exchange(sends, splits[0], recvs, splits[1])
+
+        return call
+
+    def slope_gbs(self, peers: np.ndarray) -> float:
+        """Bytes more of the busiest rank over the time that they take more."""
+        most = int(peers.sum(axis=1).max())
+        large = self._large_bytes(peers, most, TARGET_S)
+        small_us, large_us = (self.exchange_us(peers, n) for n in (large // STEP, large))
+        more = most * (large - large // STEP)
+        return more / max(large_us - small_us, 1e-3) / 1e3
+
+    def _large_bytes(self, peers: np.ndarray, most: int, target_s: float) -> int:
+        """Size for each peer by which an exchange takes about target_s."""
+        num_bytes = max(FIRST_BYTES // most, STEP)
+        while num_bytes * most < MOST_BYTES:
+            if self.exchange_us(peers, num_bytes, repeats=1) > target_s * 1e6 / 2:
+                break
+            num_bytes *= 2
+        return num_bytes
+
+    def one_pair_gbs(self, first: int, second: int) -> float:
+        """Bandwidth of one pair while all others rest."""
+        peers = np.zeros((self._transport.num_ranks,) * 2, bool)
+        peers[first, second] = peers[second, first] = True
+        return self.slope_gbs(peers)
+
+    def pairs(self) -> dict[tuple[int, int], tuple[float, float]]:
+        """Latency in us and bandwidth in GB/s of every pair, all of a round at once."""
+        found = {}
+        for round_ in rounds(self._transport.num_ranks):
+            peers = np.zeros((self._transport.num_ranks,) * 2, bool)
+            for pair in round_:
+                peers[pair] = peers[pair[::-1]] = True
+            large = self._large_bytes(peers, 1, PAIR_TARGET_S)
+            us = [  # of each rank
+                _typical(self._stopwatch.samples_us(self._exchange(peers, num_bytes), repeats))
+                for num_bytes, repeats in (
+                    (TINY_BYTES, TINY_REPEATS),
+                    (large // STEP, REPEATS),
+                    (large, REPEATS),
+                )
+            ]
+            for i, j in round_:
+                tiny, small, whole = (float(max(t[i], t[j])) for t in us)
+                more = large - large // STEP
+                found[i, j] = found[j, i] = tiny, more / max(whole - small, 1e-3) / 1e3
+        return found
+
+
+def _typical(samples_us: np.ndarray) -> np.ndarray:
+    """The median along the last axis if there are many samples, else the least."""
+    pick = np.median if samples_us.shape[-1] >= TINY_REPEATS else np.min
+    return np.asarray(pick(samples_us, axis=-1))
+
+
+def rounds(num_ranks: int) -> Iterator[list[tuple[int, int]]]:
+    """Pair all ranks with each other, each in one pair a round.
+
+    Example: 4 ranks: 0-3 1-2, then 0-2 3-1, then 0-1 2-3.
+    """
+    places: list[int | None] = [*range(num_ranks), *([None] * (num_ranks % 2))]
+    for _ in range(len(places) - 1):
+        half = len(places) // 2
+        matched = zip(places[:half], reversed(places[half:]), strict=True)
+        yield [(i, j) for i, j in matched if i is not None and j is not None]
+        places = [places[0], places[-1], *places[1:-1]]
