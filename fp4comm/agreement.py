@@ -20,7 +20,8 @@ from fp4comm.precision import Precision
 from fp4comm.transport import Transport
 
 WIRE_VERSION = 1
-MESSAGE_WORDS = 64  # int64 words of the first message to each rank, whatever the call
+COUNTS_IN_MESSAGE = 43  # that the first message to each rank has room for, if ranks are many
+COUNTS_IN_MESSAGES = 344  # of all of them, if ranks are few and have many experts each
 
 ERROR_TYPES: tuple[type[Exception], ...] = (ValueError, TypeError, RuntimeError)
 OPERATIONS = ("AllToAll(...)", "dispatch", "a command's arguments", "all_to_all_rows")
@@ -61,7 +62,6 @@ class Fingerprint:
 
 FINGERPRINT_FIELDS = tuple(field.name for field in dataclasses.fields(Fingerprint))
 HEADER_WORDS = 1 + len(FINGERPRINT_FIELDS)
-COUNTS_IN_MESSAGE = MESSAGE_WORDS - HEADER_WORDS
 
 # How an error text calls a field, and its values.
 FIELD_NAMES = {
@@ -106,9 +106,9 @@ def agree(
         ValueError, TypeError, RuntimeError: on all ranks alike, naming rank and argument.
     """
     status = 0 if failure is None else 1 + _type_number(failure)
-    message = np.zeros((transport.num_ranks, MESSAGE_WORDS), np.int64)
+    message = np.zeros((transport.num_ranks, message_words(transport.num_ranks)), np.int64)
     message[:, :HEADER_WORDS] = [status, *vars(mine).values()]
-    first, rest = counts[:, :COUNTS_IN_MESSAGE], counts[:, COUNTS_IN_MESSAGE:]
+    first, rest = np.split(counts, [message.shape[1] - HEADER_WORDS], axis=1)
     message[:, HEADER_WORDS : HEADER_WORDS + first.shape[1]] = first
     received = transport.exchange_counts(message)
     statuses, fingerprints = received[:, 0], received[:, 1:HEADER_WORDS]
@@ -119,6 +119,11 @@ def agree(
     if not rest.shape[1]:
         return got
     return np.concatenate([got, transport.exchange_counts(rest)], axis=1)
+
+
+def message_words(num_ranks: int) -> int:
+    """Int64 words of the first message to each rank, whatever the call."""
+    return HEADER_WORDS + max(COUNTS_IN_MESSAGE, COUNTS_IN_MESSAGES // num_ranks)
 
 
 def texts(transport: Transport, text: str) -> list[str]:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import torch
 
-from fp4comm.agreement import MESSAGE_WORDS
+from fp4comm.agreement import message_words
 from fp4comm.bench.clock import Stopwatch
 from fp4comm.bench.operations import current_device
 from fp4comm.transport import Transport
@@ -47,7 +47,8 @@ class Meter:
 
     def counts_us(self) -> float:
         """The exchange of counts."""
-        counts = np.zeros((self._transport.num_ranks, MESSAGE_WORDS), np.int64)
+        num_ranks = self._transport.num_ranks
+        counts = np.zeros((num_ranks, message_words(num_ranks)), np.int64)
         return self.slowest_us(lambda: self._transport.exchange_counts(counts), TINY_REPEATS)
 
     def exchange_us(

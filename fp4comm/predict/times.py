@@ -12,7 +12,7 @@ import dataclasses
 
 import numpy as np
 
-from fp4comm.agreement import MESSAGE_WORDS
+from fp4comm.agreement import message_words
 from fp4comm.bench.rows import row_bytes
 from fp4comm.formats import WireFormat, fp8_row_bytes
 from fp4comm.predict import loads
@@ -234,7 +234,8 @@ def _begin(topology: Topology, places: Places, shape: Shape) -> dict[str, float]
     one = np.ones(places.num_ranks)
     others, far = size - one, places.num_ranks - size
     load = Load(one, others, others, far, far, others, far)
-    counts = exchange(topology, places, load, 8 * MESSAGE_WORDS).us - topology.calls["exchange"]
+    num_bytes = 8 * message_words(places.num_ranks)
+    counts = exchange(topology, places, load, num_bytes).us - topology.calls["exchange"]
     return {
         "plan": topology.calls["plan"] + slots * topology.calls["plan_slot"],
         "counts": topology.calls["counts"] + counts,
