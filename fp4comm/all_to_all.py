@@ -511,7 +511,9 @@ class AllToAll:
     # Checks and bookkeeping
 
     def _rows(self, x: Any) -> check.Rows:
-        return rows_for(self._transport, "x", x, self.hidden)
+        rows = check.rows_or_pair("x", autocast(x), (torch.bfloat16,), self.hidden)
+        check_device(self._transport, "x", _device_of(rows))
+        return rows
 
     def _check_arguments(self) -> None:
         self.num_experts = check.positive_int("num_experts", self.num_experts)
@@ -627,21 +629,10 @@ class AllToAll:
         return counts[:, : self._placement.num_local_experts(self._transport.rank)]
 
 
-def rows_for(transport: Transport, name: str, x: Any, hidden: int | None = None) -> check.Rows:
-    """Check rows that are to travel by a transport: their form, and that they are where it can.
-
-    Args:
-        transport: of this rank.
-        name: what error texts call them.
-        x: as for `AllToAll.dispatch`.
-        hidden: which they have to have; None: any.
-
-    Returns:
-        contiguous and detached, cast under autocast.
-    """
-    rows = check.rows(name, _autocast(x), (torch.bfloat16,), hidden)
-    device, expected = _device_of(rows), transport.device
+def check_device(transport: Transport, name: str, device: torch.device) -> None:
+    """Check that rows, which error texts call ``name``, are where a transport can send them."""
     codec.of(device)  # there must be one
+    expected = transport.device
     if expected is not None and device != expected:
         raise ValueError(
             f'{name}: expected on {expected}, the device of transport "{transport.name}", got'
@@ -654,7 +645,6 @@ def rows_for(transport: Transport, name: str, x: Any, hidden: int | None = None)
             f"{name}: expected outside of a CUDA graph's capture: the counts are read by the host,"
             " and an exchange is not captured"
         )
-    return rows
 
 
 def _codes(rows: check.Rows) -> torch.Tensor:
@@ -665,7 +655,7 @@ def _device_of(rows: check.Rows) -> torch.device:
     return _codes(rows).device
 
 
-def _autocast(x: Any) -> Any:
+def autocast(x: Any) -> Any:
     """Cast x as autocast would the input of a matrix product."""
     castable = isinstance(x, torch.Tensor) and x.dtype in (torch.float32, torch.float16)
     if castable and torch.is_autocast_enabled(x.device.type):

@@ -190,8 +190,8 @@ BAD = [
     (["--topk", "7"], "topk: expected at most 6"),
     (["--warmup", "0"], "warmup: expected at least 1"),  # BEN-07
     (["--iterations", "0"], "iterations: expected at least 1"),
-    (["--wire", "fp5"], "wire format: expected one of bf16, fp8, mxfp8, mxfp4, got 'fp5'"),
-    (["--combine", "fp5"], "wire format: expected one of"),
+    (["--wire", "fp5"], "wire: expected one of bf16, fp8, mxfp8, mxfp4, got 'fp5'"),
+    (["--combine", "fp5"], "combine: expected one of bf16, fp8, mxfp8, mxfp4, got 'fp5'"),
     (["--arrive", "fp4"], "arrive: expected one of fp8, bf16, packed"),
     (["--route", "flat,three_hop"], "route: expected one of flat, two_hop, auto, got 'three_hop'"),
     (["--ranks-per-node", "3"], "ranks_per_node: expected a divisor of 2 ranks"),

@@ -173,8 +173,8 @@ QUANTIZE_MISTAKES = [
     ((torch.ones(2, 33),), ValueError, "x: expected hidden to be a multiple of 32, got 33"),
     ((torch.ones(64),), ValueError, r"x: expected shape \[tokens, hidden\], got \[64\]"),
     ((torch.ones(2, 64).half(),), TypeError, "x: expected bfloat16, float32 or an FP8 pair"),
-    ((torch.ones(2, 64), "mxfp5"), ValueError, "wire format: expected one of bf16, fp8, mxfp8"),
-    ((torch.ones(2, 64), 4), TypeError, "wire format: expected a name or a WireFormat, got int"),
+    ((torch.ones(2, 64), "mxfp5"), ValueError, "wire: expected one of bf16, fp8, mxfp8"),
+    ((torch.ones(2, 64), 4), TypeError, "wire: expected a name or a WireFormat, got int"),
     ((torch.ones(2, 64, requires_grad=True),), RuntimeError, "x: expected no gradient"),
     (("text",), TypeError, "x: expected a tensor, got str"),
 ]

@@ -35,7 +35,7 @@ class Wires:
 
     def combine_of(self, wire: str) -> WireFormat:
         """Combine wire format that goes with a dispatch wire format."""
-        return WireFormat.of(wire if self.combine == "same" else self.combine)
+        return WireFormat.of(wire if self.combine == "same" else self.combine, "combine")
 
 
 def separated(texts: Iterable[str]) -> tuple[str, ...]:

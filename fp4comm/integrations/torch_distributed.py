@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from fp4comm import agreement, autograd, check, codec, hops
-from fp4comm.all_to_all import rows_for
+from fp4comm.all_to_all import autocast, check_device
 from fp4comm.eager import uncompiled
 from fp4comm.formats import WireFormat
 from fp4comm.integrations._common import transport_of
@@ -92,13 +92,12 @@ def all_to_all_rows(
     mine = agreement.Fingerprint(agreement.ROWS)
     try:
         check.seconds("timeout_s", timeout_s)
-        autograd.check_inputs("bf16", rows)
-        source = rows_for(transport, "rows", rows)
-        if isinstance(source, tuple):
-            raise TypeError("rows: expected a bfloat16 tensor, got a pair")
+        check.no_tangent("rows", rows)
+        source = check.rows("rows", autocast(rows), (torch.bfloat16,))
+        check_device(transport, "rows", source.device)
         num_rows, hidden = source.shape
         splits = Splits.of(transport.num_ranks, send_splits, recv_splits, num_rows)
-        there, back = WireFormat.of(wire), WireFormat.of(grad_wire)
+        there, back = WireFormat.of(wire), WireFormat.of(grad_wire, "grad_wire")
         move = Move(transport, hidden, timeout_s, f"{NAME} {number}")
         inputs = autograd.Inputs.of(rows)
         mine = agreement.Fingerprint(
