@@ -203,7 +203,7 @@ BAD = [
     (["--data", "nothing"], "data: expected a safetensors file, got nothing"),
     (["--timeout-s", "0"], "timeout_s: expected more than 0 seconds, got 0.0"),
     (["--transport", "nccl"], 'device: expected cuda with transport "nccl", got cpu'),
-    (["--transport", "torch"], "RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT set; use torchrun"),
+    (["--transport", "torch"], "RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT: expected to be set"),
 ]
 
 
@@ -350,6 +350,43 @@ def test_srun_is_a_launcher_and_a_batch_script_is_none(monkeypatch):
     monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "8")  # mpirun or torchrun, started by srun
     monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "5")
     assert (launch.launched_rank(), launch.launched_ranks()) == (5, 8)
+
+
+TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+SRUN = {"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"}
+NUMBER, PORT = "expected a whole number in", "expected a whole number in 1..65535"
+LAUNCHED_WRONG = [  # what is set otherwise, or not at all
+    (TORCHRUN, {"RANK": None}, "RANK: expected to be set"),
+    (TORCHRUN, {"WORLD_SIZE": ""}, "WORLD_SIZE: expected to be set"),
+    (TORCHRUN, {"MASTER_ADDR": None, "MASTER_PORT": None}, "MASTER_ADDR, MASTER_PORT: expected to"),
+    (TORCHRUN, {"RANK": "one"}, f"RANK: {NUMBER} 0..2147483647, got 'one'"),
+    (TORCHRUN, {"RANK": "2"}, f"RANK: {NUMBER} 0..1, got '2'"),
+    (TORCHRUN, {"WORLD_SIZE": "0"}, f"WORLD_SIZE: {NUMBER} 1..2147483647, got '0'"),
+    (TORCHRUN, {"LOCAL_RANK": "-1"}, f"LOCAL_RANK: {NUMBER} 0..2147483647, got '-1'"),
+    (TORCHRUN, {"MASTER_PORT": "http"}, f"MASTER_PORT: {PORT}, got 'http'"),
+    (TORCHRUN, {"MASTER_PORT": "65536"}, f"MASTER_PORT: {PORT}, got '65536'"),
+    (SRUN, {"SLURM_PROCID": None}, "SLURM_PROCID: expected to be set"),
+    (SRUN, {"SLURM_PROCID": "x"}, f"SLURM_PROCID: {NUMBER} 0..2147483647, got 'x'"),
+    (SRUN, {"SLURM_STEP_NUM_TASKS": "1"}, f"SLURM_PROCID: {NUMBER} 0..0, got '1'"),
+    (SRUN, {"MASTER_PORT": None}, "MASTER_PORT: expected to be set"),
+    (SRUN, {"RANK": "1"}, "WORLD_SIZE: expected to be set"),
+]
+
+
+@pytest.mark.parametrize(("right", "wrong", "text"), LAUNCHED_WRONG)
+def test_a_launchers_variables_that_are_half_set_are_named(monkeypatch, right, wrong, text):
+    for name, value in (right | wrong).items():
+        if value is not None:
+            monkeypatch.setenv(name, value)
+    result = run("bench", *TINY)
+    assert result.exit_code == 2
+    assert result.output.startswith(f"Error: {text}"), result.output
+    assert result.output.count("\n") == 1
+
+
+def test_an_address_to_meet_at_is_no_launcher(monkeypatch):
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    assert launch.choose("auto") == "local"
 
 
 def test_a_rank_gets_the_gpu_of_its_place_on_its_machine(monkeypatch):
