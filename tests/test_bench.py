@@ -135,6 +135,12 @@ def test_every_combination_is_a_case_with_tokens_changing_fastest():
     assert varying(cases) == ["topk", "tokens"]
 
 
+def test_values_that_are_the_same_are_one_case():
+    same = {"tokens": ["8,08", "+8"], "topk": ["2,2"], "skew": ["0,0.0", "balanced,-0,balanced"]}
+    cases = cases_of(SIZES | same, num_ranks=2)
+    assert [case.sizes["skew"] for case in cases] == ["0", "balanced"]
+
+
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
