@@ -12,7 +12,7 @@ import random
 import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Literal, overload
+from typing import Any, Literal, NoReturn, overload
 
 import numpy as np
 import torch
@@ -326,6 +326,13 @@ class AllToAll:
     def __deepcopy__(self, memo: Any) -> AllToAll:
         """Return itself: copies of a model send by the same object."""
         return self
+
+    def __reduce__(self) -> NoReturn:
+        """Refuse to be pickled: its transport belongs to this process."""
+        raise TypeError(
+            "AllToAll: expected to stay in its process, as its transport does, got pickled (of a"
+            " model save state_dict(), not the whole)"
+        )
 
     def close(self) -> None:
         """Refuse further calls.  The transport stays open: others may use it."""

@@ -1,5 +1,6 @@
 """Bad input gets one clear error on every rank; what is found after the counts stops the peers."""
 
+import pickle
 import subprocess
 import sys
 import threading
@@ -167,6 +168,12 @@ def test_a_closed_object_says_so():
         a2a.dispatch(*mistakes.good_call())
     with pytest.raises(RuntimeError, match="AllToAll: expected an open object, got a closed one"):
         a2a.dispatch(*mistakes.good_call())
+
+
+def test_an_object_is_not_pickled():
+    a2a = AllToAll(transport.open("local"), **mistakes.GOOD)
+    with pytest.raises(TypeError, match="AllToAll: expected to stay in its process"):
+        pickle.dumps(a2a)
 
 
 QUANTIZE_MISTAKES = [
