@@ -85,7 +85,7 @@ def all_to_all_rows(
         >>> all_to_all_rows(rows, [1], [1], transport.open("local"))[0, 0].item()
         4.0
     """
-    transport = transport_of(group, _opening_s(timeout_s))
+    transport = transport_of(group, timeout_s)
     number = next(_CALLS.setdefault(transport, itertools.count(1)))
     failure: Exception | None = None
     sent: hops.Rows = []
@@ -253,12 +253,6 @@ class AllToAllRows(torch.autograd.Function):
             _ = ctx.saved_tensors
             gradient = ctx.of_gradient(gradients[0]).to(ctx.dtype)
         return *autograd.differentiable_once(gradient), None, None, None
-
-
-def _opening_s(timeout_s: Any) -> float:
-    """Return the limit of a first call, which is checked once there is a transport to say so by."""
-    is_usable = isinstance(timeout_s, (int, float)) and 0 < timeout_s < float("inf")
-    return timeout_s if is_usable else 300.0
 
 
 def _weights(source: Any, target: Any) -> np.ndarray:
