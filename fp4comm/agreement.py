@@ -23,7 +23,7 @@ WIRE_VERSION = 1
 MESSAGE_WORDS = 64  # int64 words of the first message to each rank, whatever the call
 
 ERROR_TYPES: tuple[type[Exception], ...] = (ValueError, TypeError, RuntimeError)
-OPERATIONS = ("AllToAll(...)", "dispatch", "a command's arguments", "all_to_all_rows")
+OPERATIONS = ("AllToAll(...)", "dispatch", "a check of arguments", "all_to_all_rows")
 MAKE, DISPATCH, COMMAND, ROWS = range(4)
 INPUTS = ("", "x", "", "rows")  # what each calls its tokens
 DTYPES = ("bfloat16", "float8_e4m3fn with float32 scales")

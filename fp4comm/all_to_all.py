@@ -348,6 +348,7 @@ class AllToAll:
 
     # The parts of the flow
 
+    @uncompiled
     def _dispatch(
         self,
         x: Any,
