@@ -52,9 +52,10 @@ def all_to_all_rows(
     Rows for rank d are ``rows[offset : offset + send_splits[d]]`` with offset the sum of the splits
     before d; they arrive by source rank, and from each in its order.  Those to this rank itself are
     quantized as all are.  Differentiable, straight through the quantization; the backward pass is
-    collective too: all ranks make it, in the same order, also one that no rows came to.  On a GPU
-    the work is queued on the current stream; the host waits for the counts alone, and for splits
-    that are on the GPU.
+    collective too: all ranks make it, in the same order, also one that no rows came to; one that
+    fails, a second one through a freed graph too, stops the peers and leaves the transport broken.
+    On a GPU the work is queued on the current stream; the host waits for the counts alone, and for
+    splits that are on the GPU.
 
     Args:
         rows: ``[n, hidden]`` bfloat16, ``hidden % 32 == 0``; any strides; n may be 0.  Under
