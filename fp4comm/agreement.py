@@ -24,13 +24,14 @@ COUNTS_IN_MESSAGE = 43  # that the first message to each rank has room for, if r
 COUNTS_IN_MESSAGES = 344  # of all of them, if ranks are few and have many experts each
 
 ERROR_TYPES: tuple[type[Exception], ...] = (ValueError, TypeError, RuntimeError)
-OPERATIONS = ("AllToAll(...)", "dispatch", "a command's arguments", "all_to_all_rows")
+OPERATIONS = ("AllToAll(...)", "dispatch", "a check of arguments", "all_to_all_rows")
 MAKE, DISPATCH, COMMAND, ROWS = range(4)
+INPUTS = ("", "x", "", "rows")  # what each calls its tokens
 DTYPES = ("bfloat16", "float8_e4m3fn with float32 scales")
 DEVICES = ("on the CPU", "on a GPU")
 WEIGHTS = ("topk_weights given", "no topk_weights")
 ROUTES = ("flat", "two_hop", "auto")  # of `hops`
-GRADIENTS = ("none", "of x", "of topk_weights", "of x and topk_weights")
+GRADIENTS = ("none", "of {tokens}", "of topk_weights", "of {tokens} and topk_weights")
 WIRES = [WireFormat(f.name, rule) for f in FORMATS.values() for rule in f.scale_rules or (None,)]
 
 
@@ -63,13 +64,13 @@ class Fingerprint:
 FINGERPRINT_FIELDS = tuple(field.name for field in dataclasses.fields(Fingerprint))
 HEADER_WORDS = 1 + len(FINGERPRINT_FIELDS)
 
-# How an error text calls a field, and its values.
+# How an error text calls a field, and its values; tokens are those of INPUTS.
 FIELD_NAMES = {
     "all_to_all": "AllToAll object in use",
     "call": "number of earlier calls",
     "history": "order of earlier exchanges",
-    "dtype": "x",
-    "device": "x",
+    "dtype": "{tokens}",
+    "device": "{tokens}",
     "topk": "topk_idx: top-k",
     "weights": "topk_weights",
     "nodes": "ranks_per_node and links",
@@ -177,7 +178,8 @@ def _compare(fingerprints: np.ndarray) -> None:
         expected, got = "the one", "another"
     kind = TypeError if field == "dtype" else ValueError
     name = FIELD_NAMES.get(field, field)
-    text = f"{name}: expected {expected} as on rank 0, got {got}"
+    tokens = INPUTS[int(fingerprints[0, FINGERPRINT_FIELDS.index("operation")])]
+    text = f"{name}: expected {expected} as on rank 0, got {got}".format(tokens=tokens)
     raise kind(on_rank(rank, len(fingerprints), text))
 
 

@@ -10,7 +10,7 @@ import functools
 import random
 import zlib
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, overload
+from typing import Any, Literal, NoReturn, overload
 
 import numpy as np
 import torch
@@ -20,7 +20,7 @@ from fp4comm.caller import Caller
 from fp4comm.dispatched import Dispatched, Handle, Pending
 from fp4comm.eager import uncompiled
 from fp4comm.formats import WireFormat
-from fp4comm.outgoing import rows_for
+from fp4comm.outgoing import autocast, check_device
 from fp4comm.packed import SCALE_LAYOUTS, PackedRows
 from fp4comm.precision import Precision
 from fp4comm.routing import Placement, RelayPlan, RoutePlan
@@ -324,6 +324,13 @@ class AllToAll(Caller):
         """Return itself: copies of a model send by the same object."""
         return self
 
+    def __reduce__(self) -> NoReturn:
+        """Refuse to be pickled: its transport belongs to this process."""
+        raise TypeError(
+            "AllToAll: expected to stay in its process, as its transport does, got pickled (of a"
+            " model save state_dict(), not the whole)"
+        )
+
     def close(self) -> None:
         """Refuse further calls.  The transport stays open: others may use it."""
         self._is_open = False
@@ -338,6 +345,7 @@ class AllToAll(Caller):
 
     # The parts of the flow
 
+    @uncompiled
     def _dispatch(
         self,
         x: Any,
@@ -495,7 +503,9 @@ class AllToAll(Caller):
     # Checks and bookkeeping
 
     def _rows(self, x: Any) -> check.Rows:
-        return rows_for(self._transport, "x", x, self.hidden)
+        rows = check.rows_or_pair("x", autocast(x), (torch.bfloat16,), self.hidden)
+        check_device(self._transport, "x", check.codes(rows).device)
+        return rows
 
     def _check_arguments(self) -> None:
         self.num_experts = check.positive_int("num_experts", self.num_experts)

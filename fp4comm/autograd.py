@@ -250,7 +250,8 @@ class Once(torch.autograd.Function):
         """Refuse."""
         raise RuntimeError(
             "backward: expected to be differentiated once, got a second derivative of dispatch,"
-            " combine or experts (what the gradients of quantized rows depend on is not kept)"
+            " combine, experts or all_to_all_rows (what the gradients of quantized rows depend on"
+            " is not kept)"
         )
 
 

@@ -104,6 +104,27 @@ def as_tensor(name: str, value: Any) -> torch.Tensor:
 
 
 def rows(
+    name: str,
+    x: Any,
+    supported: tuple[torch.dtype, ...],
+    hidden_size: int | None = None,
+    otherwise: str = "",
+) -> torch.Tensor:
+    """Check rows ``[T, hidden]`` of a supported dtype, or of what an error text offers otherwise.
+
+    Returns:
+        a contiguous tensor, detached.
+    """
+    tensor = as_tensor(name, x)
+    if tensor.dtype not in supported:
+        raise TypeError(
+            f"{name}: expected {_names(supported)}{otherwise}, got {_name(tensor.dtype)}"
+        )
+    _row_shape(name, tensor, hidden_size)
+    return tensor.detach().contiguous()
+
+
+def rows_or_pair(
     name: str, x: Any, supported: tuple[torch.dtype, ...], hidden_size: int | None = None
 ) -> Rows:
     """Check rows ``[T, hidden]``: a tensor of a supported dtype, or an FP8 pair (codes, scales).
@@ -119,14 +140,8 @@ def rows(
         return _fp8_pair(
             name, as_tensor(name, x[0]), as_tensor(f"{name} scales", x[1]), hidden_size
         )
-    tensor = as_tensor(name, x)
-    if tensor.dtype not in supported:
-        raise TypeError(
-            f"{name}: expected {_names(supported)} or an FP8 pair (float8_e4m3fn codes, float32"
-            f" scales), got {_name(tensor.dtype)}"
-        )
-    _row_shape(name, tensor, hidden_size)
-    return tensor.detach().contiguous()
+    pair = " or an FP8 pair (float8_e4m3fn codes, float32 scales)"
+    return rows(name, x, supported, hidden_size, pair)
 
 
 def codes(value: Rows) -> torch.Tensor:

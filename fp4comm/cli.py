@@ -19,7 +19,7 @@ from fp4comm.bench import report as bench_report
 from fp4comm.bench.calibrate import Calibration, calibrate
 from fp4comm.bench.cases import Case, cases_of
 from fp4comm.bench.environment import Environment
-from fp4comm.bench.rows import Report
+from fp4comm.bench.rows import OVERLAP, Report
 from fp4comm.bench.run import measure_each
 from fp4comm.bench.settings import Settings
 from fp4comm.bench.wires import separated, wires_of
@@ -102,7 +102,9 @@ def info(json_file: Path | None) -> None:
     show_default=True,
     help="Also measure a plain all-to-all of BF16 rows, one copy per expert.",
 )
-@several_option("also", "Measure these, too: round_trip, overlap (with a matrix product).")
+@several_option(
+    "also", "Measure these, too: round_trip; with --device cuda overlap (with a matrix product)."
+)
 @several_option("route", "flat, two_hop or auto.  [default: flat]")
 @click.option(
     "--ranks-per-node",
@@ -133,6 +135,11 @@ def bench(context: click.Context, **options: Any) -> None:
     def settings() -> Settings:
         given = {name: options[name] for name in (*own, *RUN_SETTINGS)}
         routes, also = separated(options["route"]) or ("flat",), separated(options["also"])
+        if OVERLAP in also and options["device"] == "cpu":
+            raise ValueError(
+                "also: expected overlap with device cuda alone, got cpu (there the exchange is over"
+                " before a product beside it begins)"
+            )
         return Settings(wires_of(options["wire"]), routes=routes, also=also, **given)
 
     def view(where: Environment, settings: Settings, cases: Sequence[Case]) -> View:

@@ -138,12 +138,7 @@ class WireFormat:
 
     def __post_init__(self) -> None:
         """Check the name and fill in the default rule."""
-        if not isinstance(self.name, str):
-            raise TypeError(f"wire format: expected a name, got {type(self.name).__name__}")
-        if self.name not in FORMATS:
-            raise ValueError(
-                f"wire format: expected one of {', '.join(FORMATS)}, got {self.name!r}"
-            )
+        _check_name("name", self.name, "a name")
         rules = FORMATS[self.name].scale_rules
         if self.scale_rule is None and rules:
             object.__setattr__(self, "scale_rule", rules[0])
@@ -154,14 +149,11 @@ class WireFormat:
             )
 
     @staticmethod
-    def of(wire: WireFormat | str) -> WireFormat:
-        """Take a name or a WireFormat."""
+    def of(wire: WireFormat | str, argument: str = "wire") -> WireFormat:
+        """Take a name or a WireFormat, which an error text calls ``argument``."""
         if isinstance(wire, WireFormat):
             return wire
-        if not isinstance(wire, str):
-            raise TypeError(
-                f"wire format: expected a name or a WireFormat, got {type(wire).__name__}"
-            )
+        _check_name(argument, wire, "a name or a WireFormat")
         return WireFormat(wire)
 
     @property
@@ -185,3 +177,10 @@ class WireFormat:
     def row_bytes(self, hidden: int) -> int:
         """Bytes of a row on the wire, without the route."""
         return self.format.row_bytes(hidden)
+
+
+def _check_name(argument: str, name: str, expected: str) -> None:
+    if not isinstance(name, str):
+        raise TypeError(f"{argument}: expected {expected}, got {type(name).__name__}")
+    if name not in FORMATS:
+        raise ValueError(f"{argument}: expected one of {', '.join(FORMATS)}, got {name!r}")

@@ -8,7 +8,7 @@ from __future__ import annotations
 import datetime
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import numpy as np
@@ -20,10 +20,11 @@ from fp4comm.transport import Transport
 Result = TypeVar("Result")
 
 MPI_LAUNCHERS = ("OMPI_COMM_WORLD_", "PMI_", "PMIX_", "MPI_LOCAL")  # start of their variables
-TORCH_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+WHO, WHERE = ("RANK", "WORLD_SIZE"), ("MASTER_ADDR", "MASTER_PORT")
+TORCH_VARIABLES = WHO + WHERE
 # Only srun's job steps have it; a batch script, one process, has SLURM_PROCID and SLURM_NTASKS too.
 SLURM_SIZE = "SLURM_STEP_NUM_TASKS"
-SLURM_VARIABLES = {"RANK": "SLURM_PROCID", "WORLD_SIZE": SLURM_SIZE}
+SLURM_WHO = ("SLURM_PROCID", SLURM_SIZE)
 # srun's come last, since it may start mpirun or torchrun
 RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "RANK", "SLURM_PROCID")
 LOCAL_RANK_VARIABLES = (
@@ -33,6 +34,7 @@ LOCAL_RANK_VARIABLES = (
     "SLURM_LOCALID",
 )
 SIZE_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "WORLD_SIZE", SLURM_SIZE)
+MOST_RANKS, MOST_PORT = 2**31 - 1, 2**16 - 1
 LAST_WORDS_S = 1.0  # launchers end all ranks when one fails: the others let rank 0 print first
 
 
@@ -69,13 +71,19 @@ def choose(name: str, device: str = "cpu") -> str:
 
     Under mpirun it is mpi, with CUDA nccl.  Variables of a launcher only tell whether to ask MPI;
     its COMM_WORLD tells the size.  Under srun it is torch where MASTER_ADDR and MASTER_PORT say
-    whom to meet, else as under mpirun.
+    whom to meet, else as under mpirun.  Some of torch's variables without the others are torch,
+    which names those that it lacks.
     """
     if name != "auto":
         return name
-    if not set(TORCH_VARIABLES) - set(_torch_variables()):
+    who = _who()
+    num_who, num_where = len(_values(who)), len(_values(WHERE))
+    if num_who + num_where == len(TORCH_VARIABLES):
         return "torch"
     by_mpi = any(variable.startswith(MPI_LAUNCHERS) for variable in os.environ)
+    without_where = num_who == 2 and num_where == 0 and who == SLURM_WHO
+    if num_who and not by_mpi and not without_where:
+        return "torch"
     if not by_mpi and _variable((SLURM_SIZE,), 1) == 1:
         return "local"
     under_mpi = "nccl" if device == "cuda" else "mpi"
@@ -132,7 +140,10 @@ def run(
         LaunchedRankError: a mistake of the user's, or a rank that is late or gone; on all ranks.
     """
     try:
-        name = choose(name, device)
+        name = _chosen(name, device)
+    except ValueError as error:  # perhaps on this rank alone
+        raise LaunchedRankError(error, True) from error
+    try:
         if name == "nccl" and device != "cuda":
             raise ValueError(f'device: expected cuda with transport "nccl", got {device}')
         if name == "local":
@@ -186,22 +197,41 @@ def _run_launched(
 def _start_torch(timeout_s: float, backend: str) -> None:
     import torch.distributed as dist
 
-    found = _torch_variables()
-    missing = [variable for variable in TORCH_VARIABLES if variable not in found]
-    if missing:
-        raise RuntimeError(f'transport "torch" needs {", ".join(missing)} set; use torchrun')
+    rank, num_ranks = _torch_world()
     if not dist.is_initialized():
         limit = datetime.timedelta(seconds=min(timeout_s, 1e6))
-        rank, num_ranks = int(found["RANK"]), int(found["WORLD_SIZE"])
         dist.init_process_group(backend, timeout=limit, rank=rank, world_size=num_ranks)
 
 
-def _torch_variables() -> dict[str, str]:
-    """What torch.distributed starts with; rank and size are srun's where torchrun gave none."""
-    given = {name: name for name in TORCH_VARIABLES if name in os.environ}
-    if SLURM_SIZE in os.environ:
-        given = SLURM_VARIABLES | given
-    return {name: os.environ[of] for name, of in given.items() if of in os.environ}
+def _chosen(name: str, device: str) -> str:
+    """Choose a transport, and check the variables that its ranks are started by."""
+    for variable in (*RANK_VARIABLES, *LOCAL_RANK_VARIABLES, *SIZE_VARIABLES):
+        if os.environ.get(variable):
+            _number(variable, 0, MOST_RANKS)
+    name = choose(name, device)
+    if name == "torch":
+        _torch_world()
+    return name
+
+
+def _torch_world() -> tuple[int, int]:
+    """Return the rank and the number of ranks that torch.distributed starts with."""
+    who = _who()
+    missing = [variable for variable in (*who, *WHERE) if not os.environ.get(variable)]
+    if missing:
+        raise ValueError(
+            f'{", ".join(missing)}: expected to be set for transport "torch", as torchrun sets'
+            f" {', '.join(TORCH_VARIABLES)}, got none"
+        )
+    of_rank, of_size = who
+    _number("MASTER_PORT", 1, MOST_PORT)
+    num_ranks = _number(of_size, 1, MOST_RANKS)
+    return _number(of_rank, 0, num_ranks - 1), num_ranks
+
+
+def _who() -> tuple[str, str]:
+    """Name the variables of rank and size: srun's where torchrun gave neither."""
+    return SLURM_WHO if os.environ.get(SLURM_SIZE) and not _values(WHO) else WHO
 
 
 def let_rank_0_print(is_rank_0: bool) -> None:
@@ -226,6 +256,18 @@ def agree(group: Transport, make: Callable[[], Result]) -> Result:
     return made  # type: ignore[return-value]  # else agree has raised
 
 
-def _variable(names: tuple[str, ...], otherwise: int) -> int:
-    values = [os.environ[name] for name in names if os.environ.get(name, "").isdigit()]
-    return int(values[0]) if values else otherwise
+def _number(variable: str, low: int, high: int) -> int:
+    text = os.environ[variable]
+    if not text.isdecimal() or not low <= int(text) <= high:
+        raise ValueError(f"{variable}: expected a whole number in {low}..{high}, got {text!r}")
+    return int(text)
+
+
+def _values(names: Sequence[str]) -> list[str]:
+    """What these variables hold that are set."""
+    return [os.environ[name] for name in names if os.environ.get(name)]
+
+
+def _variable(names: Sequence[str], otherwise: int) -> int:
+    """The first that holds a number."""
+    return next((int(text) for text in _values(names) if text.isdecimal()), otherwise)

@@ -1,4 +1,4 @@
-"""Rows that are to travel: their form, and that they are where a transport can take them from."""
+"""Rows that are to travel: cast as autocast wants, and where a transport can take them from."""
 
 from __future__ import annotations
 
@@ -6,29 +6,27 @@ from typing import Any
 
 import torch
 
-from fp4comm import check, codec
+from fp4comm import codec
 from fp4comm.transport import Transport
 
 
-def rows_for(transport: Transport, name: str, x: Any, hidden: int | None = None) -> check.Rows:
-    """Check rows that are to travel by a transport.
+def autocast(x: Any) -> Any:
+    """Cast x as autocast would the input of a matrix product."""
+    castable = isinstance(x, torch.Tensor) and x.dtype in (torch.float32, torch.float16)
+    if castable and torch.is_autocast_enabled(x.device.type):
+        return x.to(torch.get_autocast_dtype(x.device.type))
+    return x
 
-    Args:
-        transport: of this rank.
-        name: what error texts call them.
-        x: as for `AllToAll.dispatch`.
-        hidden: which they have to have; None: any.
 
-    Returns:
-        contiguous and detached, cast under autocast.
+def check_device(transport: Transport, name: str, device: torch.device) -> None:
+    """Check that rows, which error texts call ``name``, are where a transport can send them.
 
     Raises:
-        ValueError, TypeError: dtype, shape or device do not fit.
-        RuntimeError: they are on a GPU, and the transport cannot take them from there, or not now.
+        ValueError: the transport has another device, or no codec is for this one.
+        RuntimeError: the transport cannot take them from a GPU, or not now.
     """
-    rows = check.rows(name, _autocast(x), (torch.bfloat16,), hidden)
-    device, expected = check.codes(rows).device, transport.device
-    codec.of(device)  # there must be one
+    codec.of(device)
+    expected = transport.device
     if expected is not None and device != expected:
         raise ValueError(
             f'{name}: expected on {expected}, the device of transport "{transport.name}", got'
@@ -41,12 +39,3 @@ def rows_for(transport: Transport, name: str, x: Any, hidden: int | None = None)
             f"{name}: expected outside of a CUDA graph's capture: the counts are read by the host,"
             " and an exchange is not captured"
         )
-    return rows
-
-
-def _autocast(x: Any) -> Any:
-    """Cast x as autocast would the input of a matrix product."""
-    castable = isinstance(x, torch.Tensor) and x.dtype in (torch.float32, torch.float16)
-    if castable and torch.is_autocast_enabled(x.device.type):
-        return x.to(torch.get_autocast_dtype(x.device.type))
-    return x

@@ -40,7 +40,7 @@ class PackedRows:
 
     def __post_init__(self) -> None:
         """Check that the parts fit."""
-        object.__setattr__(self, "format", WireFormat.of(self.format))
+        object.__setattr__(self, "format", WireFormat.of(self.format, "format"))
         check.hidden(self.hidden)
         columns = (self.format.payload_bytes(self.hidden), self.format.scale_bytes(self.hidden))
         for name, part, width in zip(
@@ -181,7 +181,7 @@ def quantize(
         wire = dataclasses.replace(wire, scale_rule=scale_rule)
     tensors = x if isinstance(x, (tuple, list)) else (x,)
     check.no_gradient("x", *tensors, reason="quantize is not differentiable")
-    rows = check.rows("x", x, (torch.bfloat16, torch.float32))
+    rows = check.rows_or_pair("x", x, (torch.bfloat16, torch.float32))
     codes = check.codes(rows)
     payload, scales = codec.of(codes.device).quantize_rows(rows, wire)
     return PackedRows(payload, scales, wire, codes.shape[1])

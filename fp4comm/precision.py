@@ -34,4 +34,5 @@ class Precision:
     def __post_init__(self) -> None:
         """Turn names into formats."""
         for field in dataclasses.fields(self):
-            object.__setattr__(self, field.name, WireFormat.of(getattr(self, field.name)))
+            wire = WireFormat.of(getattr(self, field.name), field.name)
+            object.__setattr__(self, field.name, wire)

@@ -248,9 +248,9 @@ def test_packed_rows_of_a_dispatch_convert_to_what_arrival_would_have_been():
 
 def test_precision_takes_names_and_formats():
     assert Precision("fp8").dispatch.name == "fp8"
-    with pytest.raises(ValueError, match="wire format: expected one of"):
+    with pytest.raises(ValueError, match="combine: expected one of"):
         Precision(combine="fp3")
-    with pytest.raises(TypeError, match="expected a name or a WireFormat, got int"):
+    with pytest.raises(TypeError, match="combine: expected a name or a WireFormat, got int"):
         Precision(combine=8)
 
 

@@ -9,13 +9,15 @@ import numpy as np
 import pytest
 import torch
 
-from fp4comm import AllToAll, Precision, WireFormat, transport
+from fp4comm import AllToAll, Precision, WireFormat, machine, transport
 from fp4comm.bench import product
 from fp4comm.bench import rows as bench_rows
 from fp4comm.bench import run as bench
-from fp4comm.bench.cases import cases_of, varying
+from fp4comm.bench.cases import SWEPT, Case, cases_of, varying
 from fp4comm.bench.check import Checked, Checker, expert_outputs, sample
+from fp4comm.bench.environment import Environment, Place
 from fp4comm.bench.plain import plain_dispatch
+from fp4comm.bench.report import Table, as_json
 from fp4comm.bench.workload import (
     Recorded,
     Synthetic,
@@ -127,6 +129,12 @@ def test_every_combination_is_a_case_with_tokens_changing_fastest():
         (64, 64, "0")
     }
     assert varying(cases) == ["topk", "tokens"]
+
+
+def test_values_that_are_the_same_are_one_case():
+    same = {"tokens": ["8,08", "+8"], "topk": ["2,2"], "skew": ["0,0.0", "balanced,-0,balanced"]}
+    cases = cases_of(SIZES | same, num_ranks=2)
+    assert [case.sizes["skew"] for case in cases] == ["0", "balanced"]
 
 
 @pytest.mark.parametrize(
@@ -393,6 +401,26 @@ def test_an_overlap_is_a_dispatch_beside_a_product(one_thread):
     assert overlap.beside.hidden_share == share
     assert overlap.num_wrong == 0
     assert overlap.speedup_in(first.rows) is None
+
+
+def test_an_overlap_has_a_column_and_a_line_below():
+    report = measure(SMALL, also=("overlap",), iterations=3)[0]
+    settings = bench.Settings(("mxfp4",), device="cuda", also=("overlap",))
+    places = [Place("h", "", f"GPU-{gpu}") for gpu in range(2)]
+    where = Environment("bench", 2, "nccl", places, machine.machine(), machine.versions())
+    case = Case(dict.fromkeys(SWEPT), SMALL)
+    table = Table(where, settings, [case])
+    overlap = report.rows[-1]
+    share = f"{100 * overlap.beside.hidden_share:.1f}"
+    cells = [line.split() for line in table.rows(case, report)]
+    assert "overlap" in table.head()[-2]
+    assert [row[-4] for row in cells] == ["-", "-", share]
+    (line,) = [line for line in table.foot([report]) if line.startswith("# overlap ")]
+    assert f"({overlap.beside.size}x{overlap.beside.size} by " in line
+    assert line.endswith(f": {share} % of the dispatch hidden")
+    written = as_json("bench", {}, where, [case], [report])["rows"]
+    assert written[-1]["beside"] == dataclasses.asdict(overlap.beside)
+    assert [row["beside"] for row in written[:-1]] == [None, None]
 
 
 def test_kernels_are_compiled_once_for_all_cases(monkeypatch):

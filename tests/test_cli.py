@@ -90,31 +90,27 @@ def test_rows_above_the_link_are_marked():  # BEN-09
     assert "!" not in run("bench", *TINY, "--wire", "bf16", "--link-gbs", 1e9).output
 
 
-def test_several_sizes_are_cases_in_one_table(tmp_path, one_thread):
+def test_several_sizes_are_cases_in_one_table(tmp_path):
     file = tmp_path / "out.json"
     options = ["--topk", "2", "--skew", "0,balanced", "--wire", "mxfp4"]
-    result = run("bench", *TINY, *options, "--also", "round_trip,overlap", "--json", file)
+    result = run("bench", *TINY, *options, "--also", "round_trip", "--json", file)
     assert result.exit_code == 0, result.output
     heads = [line.split() for line in result.output.splitlines() if line.endswith("#wrong")]
     names = ["op", "format", "route", "tokens", "topk", "skew"]
     assert [head[1:7] for head in heads] == [names]  # once
     rows = rows_of(result.output)
-    ops = ["plain", "dispatch", "combine", "round_trip", "overlap"]
+    ops = ["plain", "dispatch", "combine", "round_trip"]
     cases = [["24", k, s] for k in "32" for s in ("0", "balanced")]
     assert [row[3:6] for row in rows] == [case for case in cases for _ in ops]
     assert [row[0] for row in rows] == ops * len(cases)
-    assert [row[-4] == "-" for row in rows] == [op != "overlap" for op in ops] * len(cases)
     assert "top-3/2 of 6 experts; 4 cases, one after the other" in result.output
     assert "contents of 192 of 192 tokens" in result.output
-    assert result.output.count("# overlap mxfp4, flat, topk ") == len(cases)
     assert result.output.splitlines()[-1] == "# wrong rows: 0 OK"
     contents = json.loads(file.read_text())
     assert [[c["tokens"][0], c["topk"], c["arguments"]["skew"]] for c in contents] == [
         [int(t), int(k), s] for t, k, s in cases
     ]
     assert [c["arguments"]["topk"] for c in contents] == [3, 3, 2, 2]
-    overlap = contents[0]["rows"][-1]
-    assert overlap["beside"].keys() == {"size", "repeats", "hidden_share"}
 
 
 def test_a_wrong_row_in_any_case_ends_with_1(monkeypatch):
@@ -184,12 +180,13 @@ BAD = [
     (["--topk", "7"], "topk: expected at most 6"),
     (["--warmup", "0"], "warmup: expected at least 1"),  # BEN-07
     (["--iterations", "0"], "iterations: expected at least 1"),
-    (["--wire", "fp5"], "wire format: expected one of bf16, fp8, mxfp8, mxfp4, got 'fp5'"),
-    (["--combine", "fp5"], "wire format: expected one of"),
+    (["--wire", "fp5"], "wire: expected one of bf16, fp8, mxfp8, mxfp4, got 'fp5'"),
+    (["--combine", "fp5"], "combine: expected one of bf16, fp8, mxfp8, mxfp4, got 'fp5'"),
     (["--arrive", "fp4"], "arrive: expected one of fp8, bf16, packed"),
     (["--route", "flat,three_hop"], "route: expected one of flat, two_hop, auto, got 'three_hop'"),
     (["--ranks-per-node", "3"], "ranks_per_node: expected a divisor of 2 ranks"),
-    (["--also", "overlap,all"], "also: expected one of round_trip, overlap, got 'all'"),
+    (["--also", "round_trip,all"], "also: expected one of round_trip, overlap, got 'all'"),
+    (["--also", "overlap"], "also: expected overlap with device cuda alone, got cpu (there the ex"),
     (["--tokens", "1,2.5"], "tokens: expected whole numbers, got '2.5'"),
     (["--alignment", "0"], "alignment: expected at least 1"),
     (["--skew", "-2"], "skew: expected"),
@@ -197,7 +194,7 @@ BAD = [
     (["--data", "nothing"], "data: expected a safetensors file, got nothing"),
     (["--timeout-s", "0"], "timeout_s: expected more than 0 seconds, got 0.0"),
     (["--transport", "nccl"], 'device: expected cuda with transport "nccl", got cpu'),
-    (["--transport", "torch"], "RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT set; use torchrun"),
+    (["--transport", "torch"], "RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT: expected to be set"),
 ]
 
 
@@ -346,6 +343,43 @@ def test_srun_is_a_launcher_and_a_batch_script_is_none(monkeypatch):
     assert (launch.launched_rank(), launch.launched_ranks()) == (5, 8)
 
 
+TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+SRUN = {"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"}
+NUMBER, PORT = "expected a whole number in", "expected a whole number in 1..65535"
+LAUNCHED_WRONG = [  # what is set otherwise, or not at all
+    (TORCHRUN, {"RANK": None}, "RANK: expected to be set"),
+    (TORCHRUN, {"WORLD_SIZE": ""}, "WORLD_SIZE: expected to be set"),
+    (TORCHRUN, {"MASTER_ADDR": None, "MASTER_PORT": None}, "MASTER_ADDR, MASTER_PORT: expected to"),
+    (TORCHRUN, {"RANK": "one"}, f"RANK: {NUMBER} 0..2147483647, got 'one'"),
+    (TORCHRUN, {"RANK": "2"}, f"RANK: {NUMBER} 0..1, got '2'"),
+    (TORCHRUN, {"WORLD_SIZE": "0"}, f"WORLD_SIZE: {NUMBER} 1..2147483647, got '0'"),
+    (TORCHRUN, {"LOCAL_RANK": "-1"}, f"LOCAL_RANK: {NUMBER} 0..2147483647, got '-1'"),
+    (TORCHRUN, {"MASTER_PORT": "http"}, f"MASTER_PORT: {PORT}, got 'http'"),
+    (TORCHRUN, {"MASTER_PORT": "65536"}, f"MASTER_PORT: {PORT}, got '65536'"),
+    (SRUN, {"SLURM_PROCID": None}, "SLURM_PROCID: expected to be set"),
+    (SRUN, {"SLURM_PROCID": "x"}, f"SLURM_PROCID: {NUMBER} 0..2147483647, got 'x'"),
+    (SRUN, {"SLURM_STEP_NUM_TASKS": "1"}, f"SLURM_PROCID: {NUMBER} 0..0, got '1'"),
+    (SRUN, {"MASTER_PORT": None}, "MASTER_PORT: expected to be set"),
+    (SRUN, {"RANK": "1"}, "WORLD_SIZE: expected to be set"),
+]
+
+
+@pytest.mark.parametrize(("right", "wrong", "text"), LAUNCHED_WRONG)
+def test_a_launchers_variables_that_are_half_set_are_named(monkeypatch, right, wrong, text):
+    for name, value in (right | wrong).items():
+        if value is not None:
+            monkeypatch.setenv(name, value)
+    result = run("bench", *TINY)
+    assert result.exit_code == 2
+    assert result.output.startswith(f"Error: {text}"), result.output
+    assert result.output.count("\n") == 1
+
+
+def test_an_address_to_meet_at_is_no_launcher(monkeypatch):
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    assert launch.choose("auto") == "local"
+
+
 def test_a_rank_gets_the_gpu_of_its_place_on_its_machine(monkeypatch):
     chosen = []
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
@@ -389,13 +423,13 @@ def test_demo_under_mpirun():
 
 def test_bench_under_mpirun(tmp_path):
     options = (*TINY, "--tokens", "1", "--skew", "1.0", "--wire", "mxfp4")
-    also = ("--also", "round_trip,overlap", "--json", tmp_path / "out.json")
+    also = ("--also", "round_trip", "--json", tmp_path / "out.json")
     done = ranks.mpirun(4, SCRIPT, "bench", *options, *also, timeout=120)
     ranks.passed(done)
     assert done.stdout.count("# wrong rows: 0 OK") == 1
     first, second = json.loads((tmp_path / "out.json").read_text())
     assert (first["tokens"], second["tokens"]) == ([24] * 4, [1] * 4)
-    of_wire = ["dispatch", "combine", "round_trip", "overlap"]
+    of_wire = ["dispatch", "combine", "round_trip"]
     for content in (first, second):
         assert (content["ranks"], content["hosts"], content["wrong_rows"]) == (4, 1, 0)
         assert content["transport"].startswith("mpi (Open MPI")

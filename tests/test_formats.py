@@ -210,7 +210,7 @@ def test_default_rules():
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        pytest.param(("fp4",), "wire format: expected one of bf16, .*got 'fp4'", id="name"),
+        pytest.param(("fp4",), "name: expected one of bf16, .*got 'fp4'", id="name"),
         pytest.param(
             ("mxfp4", "rceil"), "scale_rule: expected one of even.*mxfp4.*'rceil'", id="rule"
         ),
@@ -224,5 +224,5 @@ def test_wire_format_refuses(args, message):
 
 
 def test_wire_format_of_refuses_other_types():
-    with pytest.raises(TypeError, match="expected a name or a WireFormat, got int"):
+    with pytest.raises(TypeError, match="wire: expected a name or a WireFormat, got int"):
         WireFormat.of(4)

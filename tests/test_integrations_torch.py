@@ -8,7 +8,7 @@ import row_exchanges
 import torch
 
 import fp4comm
-from fp4comm import AllToAll, Precision, all_to_all_rows, quantize, transport
+from fp4comm import AllToAll, Precision, agreement, all_to_all_rows, quantize, transport
 from fp4comm.integrations import torch_distributed
 
 HIDDEN = 64
@@ -130,23 +130,32 @@ WRONG_CALLS = {
         ValueError, {"send_splits": [2, 3]}),
     "send_splits: expected rows for each of 2 ranks, got shape [3]": (
         ValueError, {"send_splits": [2, 2, 0]}),
-    "recv_splits: expected no negative rows, got -2 at [0]": (
+    f"recv_splits: expected 0..{2**63 - 1} rows, got -2 at [0]": (
         ValueError, {"recv_splits": [-2, 2]}),
-    "recv_splits: expected integers, got float64": (TypeError, {"recv_splits": [2.0, 2.0]}),
+    f"recv_splits: expected 0..{2**63 - 1} rows, got {2**63} at [1]": (
+        ValueError, {"recv_splits": np.array([2, 2**63], np.uint64)}),
+    f"send_splits: expected 0..{2**63 - 1} rows, got {2**64 - 1} at [0]": (
+        ValueError, {"send_splits": [2**64 - 1, 5]}),
+    "recv_splits: expected integers, got float at [0]": (TypeError, {"recv_splits": [2.0, 2.0]}),
+    "recv_splits: expected integers, got bool at [1]": (TypeError, {"recv_splits": [2, True]}),
+    "send_splits: expected integers, got bool at [0]": (
+        TypeError, {"send_splits": [np.True_, 3], "recv_splits": [2, 2]}),
+    "send_splits: expected integers, got list at [1]": (TypeError, {"send_splits": [2, [2]]}),
     "recv_splits: expected with send_splits, got None": (ValueError, {"recv_splits": None}),
-    "rows: expected bfloat16 or an FP8 pair (float8_e4m3fn codes, float32 scales), got float32": (
-        TypeError, {"rows": ROWS.float()}),
+    "rows: expected bfloat16, got float32": (TypeError, {"rows": ROWS.float()}),
     "rows: expected hidden to be a multiple of 32, got 31 (an MX block has 32 elements)": (
         ValueError, {"rows": ROWS[:, :31]}),
     "rows: expected shape [tokens, hidden], got [4, 4, 8]": (
         ValueError, {"rows": ROWS.view(4, 4, 8)}),
-    "rows: expected a bfloat16 tensor, got a pair": (
+    "rows: expected a tensor, got tuple": (
         TypeError, {"rows": (ROWS.to(torch.float8_e4m3fn), torch.ones(4, 1))}),
     "hidden: expected 32 as on rank 0, got 64": (
         ValueError, {"rows": torch.ones(4, 64, dtype=torch.bfloat16)}),
     "wire: expected mxfp4 (even) as on rank 0, got fp8 (ceil)": (ValueError, {"wire": "fp8"}),
+    "wire: expected one of bf16, fp8, mxfp8, mxfp4, got 'fp5'": (ValueError, {"wire": "fp5"}),
+    "grad_wire: expected a name or a WireFormat, got int": (TypeError, {"grad_wire": 4}),
     "grad_wire: expected bf16 as on rank 0, got mxfp8 (ceil)": (ValueError, {"grad_wire": "mxfp8"}),
-    "gradients wanted (requires_grad): expected none as on rank 0, got of x": (
+    "gradients wanted (requires_grad): expected none as on rank 0, got of rows": (
         ValueError, {"rows": ROWS.clone().requires_grad_()}),
     "timeout_s: expected more than 0 seconds, got 0": (ValueError, {"timeout_s": 0}),
 }  # fmt: skip
@@ -160,6 +169,20 @@ def test_a_mistake_is_the_same_error_on_all_ranks_and_leaves_them_usable():
                 all_to_all_rows(**(right | (wrong if t.rank else {})), group=t)
             assert str(caught.value) == f"rank 1 of 2: {text}"
             assert torch.equal(all_to_all_rows(**right, group=t), ROWS)
+
+    transport.run_local(2, on_rank, timeout_s=20)
+
+
+def test_what_is_found_before_and_with_the_counts_is_named_as_the_caller_does():
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(ROWS, ROWS)
+        with pytest.raises(RuntimeError, match="rows: expected a tensor without tangent"):
+            all_to_all_rows(dual, group=transport.open("local"))
+
+    def on_rank(t):
+        mine = agreement.Fingerprint(agreement.ROWS, device=t.rank)
+        with pytest.raises(ValueError, match="rows: expected on the CPU as on rank 0, got on a G"):
+            agreement.agree(t, mine, np.zeros((2, 0), np.int64), None)
 
     transport.run_local(2, on_rank, timeout_s=20)
 

@@ -2,6 +2,7 @@
 
 import copy
 import importlib.util
+import io
 
 import pytest
 import ranks
@@ -24,13 +25,13 @@ def test_models_with_their_experts_on_two_ranks():
             assert f"{kind} mxfp4 right" in run.stdout, ranks.report(run)
 
 
-def mixtral(dtype=torch.bfloat16):
+def mixtral(dtype=torch.bfloat16, config=None):
     from transformers import MixtralConfig, MixtralForCausalLM
 
     sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 32}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
     torch.manual_seed(0)
-    return MixtralForCausalLM(MixtralConfig(**sizes, **heads)).to(dtype)
+    return MixtralForCausalLM(config or MixtralConfig(**sizes, **heads)).to(dtype)
 
 
 def test_a_model_that_is_wrong_on_one_rank_is_the_same_error_on_all():
@@ -56,3 +57,34 @@ def test_layers_that_share_weights_still_do_and_copies_of_a_model_work():
     assert second.down_proj is not first.down_proj
     ids = torch.arange(6)[None]
     assert torch.equal(copy.deepcopy(model)(ids).logits, model(ids).logits)
+
+
+def test_a_model_of_the_same_config_stays_whole():
+    from fp4comm.integrations.transformers import shard_experts
+
+    whole, ids = mixtral(), torch.arange(6)[None]
+    before = whole(ids).logits
+    sharded = shard_experts(mixtral(config=whole.config), transport.open("local"))
+    sent = sharded(ids).logits
+    for other in (whole, mixtral(config=whole.config)):
+        assert torch.equal(other(ids).logits, before)
+    whole.set_experts_implementation("eager")
+    assert torch.equal(sharded(ids).logits, sent)
+    assert not torch.equal(sent, before)
+
+
+def test_a_sharded_model_is_saved_as_its_state():
+    from fp4comm.integrations.transformers import shard_experts
+
+    model, other, ids = mixtral(), mixtral(), torch.arange(6)[None]
+    for parameter in other.parameters():
+        torch.nn.init.zeros_(parameter)
+    for each in (model, other):
+        shard_experts(each, transport.open("local"))
+    with pytest.raises(TypeError, match=r"AllToAll: expected to stay .*save state_dict\(\)"):
+        torch.save(model, io.BytesIO())
+    file = io.BytesIO()
+    torch.save(model.state_dict(), file)
+    file.seek(0)
+    other.load_state_dict(torch.load(file))
+    assert torch.equal(other(ids).logits, model(ids).logits)

@@ -1,5 +1,6 @@
 """Bad input gets one clear error on every rank; what is found after the counts stops the peers."""
 
+import pickle
 import subprocess
 import sys
 import threading
@@ -169,12 +170,18 @@ def test_a_closed_object_says_so():
         a2a.dispatch(*mistakes.good_call())
 
 
+def test_an_object_is_not_pickled():
+    a2a = AllToAll(transport.open("local"), **mistakes.GOOD)
+    with pytest.raises(TypeError, match="AllToAll: expected to stay in its process"):
+        pickle.dumps(a2a)
+
+
 QUANTIZE_MISTAKES = [
     ((torch.ones(2, 33),), ValueError, "x: expected hidden to be a multiple of 32, got 33"),
     ((torch.ones(64),), ValueError, r"x: expected shape \[tokens, hidden\], got \[64\]"),
     ((torch.ones(2, 64).half(),), TypeError, "x: expected bfloat16, float32 or an FP8 pair"),
-    ((torch.ones(2, 64), "mxfp5"), ValueError, "wire format: expected one of bf16, fp8, mxfp8"),
-    ((torch.ones(2, 64), 4), TypeError, "wire format: expected a name or a WireFormat, got int"),
+    ((torch.ones(2, 64), "mxfp5"), ValueError, "wire: expected one of bf16, fp8, mxfp8"),
+    ((torch.ones(2, 64), 4), TypeError, "wire: expected a name or a WireFormat, got int"),
     ((torch.ones(2, 64, requires_grad=True),), RuntimeError, "x: expected no gradient"),
     (("text",), TypeError, "x: expected a tensor, got str"),
 ]

@@ -155,7 +155,7 @@ def test_a_number_without_a_source_is_refused(edited):
         (["--topology", PRESET, "--nodes", 0], "nodes: expected 1..2048"),
         (["--topology", PRESET, "--hidden", 33], "hidden: expected a multiple of 32"),
         (["--topology", PRESET, "--topk", 300], "topk: expected at most 256"),
-        (["--topology", PRESET, "--wire", "fp3"], "wire format: expected one of bf16"),
+        (["--topology", PRESET, "--wire", "fp3"], "wire: expected one of bf16"),
         (["--topology", PRESET, "--skew", "x"], "skew: expected a number"),
         (["--topology", PRESET, "--routing", "nope.npy"], "routing: expected a .npy"),
         (["--topology", PRESET, "--nodes", 9, "--skew", "balanced", "--node-limit", 4],

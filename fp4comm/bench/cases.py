@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Sequence
 from typing import Any
 
 from fp4comm.bench.wires import separated
-from fp4comm.bench.workload import RealRouting, Recorded, Synthetic, Workload
+from fp4comm.bench.workload import RealRouting, Recorded, Synthetic, Workload, skew_value
 
 SYNTHETIC = {"tokens": 1024, "hidden": 2048, "experts": 64, "topk": 8}  # defaults without --data
 UNIFORM = "0"  # default of skew
@@ -50,8 +51,9 @@ def varying(cases: Sequence[Case]) -> list[str]:
 
 def _values(name: str, texts: Sequence[str]) -> Sequence[Any]:
     if name == "skew":
-        return separated(texts) or (UNIFORM,)
-    return [_whole(name, text) for text in separated(texts)] or [None]
+        return separated(texts, skew_value) or (UNIFORM,)
+    whole = functools.partial(_whole, name)
+    return [whole(text) for text in separated(texts, whole)] or [None]
 
 
 def _whole(name: str, text: str) -> int:

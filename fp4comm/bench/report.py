@@ -24,10 +24,6 @@ TIMED = {
         "  each part, so that their sum is more than the time",
     ),
 }
-BESIDE = {
-    "cpu": ";\n#   on a CPU the exchange is over before the product begins and nothing is hidden",
-    "cuda": ", all on one stream of the caller's",
-}
 
 
 def header_lines(
@@ -85,7 +81,7 @@ def _also_lines(settings: Settings) -> list[str]:
     if OVERLAP in settings.also:
         lines += [
             "overlap: dispatch(async_op=True), a BF16 matrix product about as long as the dispatch"
-            " alone, wait" + BESIDE[settings.device],
+            " alone, wait, all on one stream of the caller's",
             "  overlap %: what the product hides of the dispatch, (dispatch alone + product alone"
             " - overlap) / dispatch alone",
         ]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 from fp4comm import check
 from fp4comm.all_to_all import ARRIVALS
@@ -35,17 +36,27 @@ class Wires:
 
     def combine_of(self, wire: str) -> WireFormat:
         """Combine wire format that goes with a dispatch wire format."""
-        return WireFormat.of(wire if self.combine == "same" else self.combine)
+        return WireFormat.of(wire if self.combine == "same" else self.combine, "combine")
 
 
-def separated(texts: Iterable[str]) -> tuple[str, ...]:
+def separated(texts: Iterable[str], value: Callable[[str], Any] = str) -> tuple[str, ...]:
     """Take the values of an option that may be repeated or hold several between commas; each once.
+
+    Args:
+        texts: as they were given.
+        value: what one stands for; of those that stand for the same the first is taken.
 
     Example:
         >>> separated(["bf16,fp8", "mxfp4", "fp8"])
         ('bf16', 'fp8', 'mxfp4')
+        >>> separated(["128,0128"], int)
+        ('128',)
     """
-    return tuple(dict.fromkeys(value for text in texts for value in text.split(",")))
+    found: dict[Any, str] = {}
+    for text in texts:
+        for part in text.split(","):
+            found.setdefault(value(part), part)
+    return tuple(found.values())
 
 
 def wires_of(texts: Iterable[str]) -> tuple[str, ...]:

@@ -97,7 +97,7 @@ class Synthetic:
                 f"topk: expected at most {self.num_experts} ({self.num_experts} experts, distinct"
                 f" within a token), got {self.num_topk}"
             )
-        _check_skew(self.skew)
+        skew_value(self.skew)
 
     @property
     def name(self) -> str:
@@ -219,14 +219,18 @@ def _from_safetensors(file: Path) -> np.ndarray:
         raise ValueError(str(error)) from error
 
 
-def _check_skew(skew: float | str) -> None:
+def skew_value(skew: float | str) -> float | str:
+    """Check a skew, and turn a number's text into the number."""
+    if skew == BALANCED:
+        return BALANCED
     try:
-        number = 0.0 if skew == BALANCED else float(skew)
+        number = float(skew)
     except ValueError:
         number = -1.0
     if not 0 <= number <= MOST_SKEW:
         expected = f'a number in 0..{MOST_SKEW:g} or "{BALANCED}"'
         raise ValueError(f"skew: expected {expected}, got {skew!r}")
+    return number
 
 
 def zipf_popularity(num_experts: int, skew: float, seed: int) -> np.ndarray:

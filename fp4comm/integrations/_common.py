@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from typing import Any
 
-from fp4comm import transport
+from fp4comm import check, transport
 from fp4comm.transport import Transport
 
 # Frameworks hand on the group alone, from layers that know nothing of each other.
@@ -21,7 +21,8 @@ def transport_of(group: Any = None, timeout_s: float = 300.0) -> Transport:
 
     Args:
         group: torch.distributed ProcessGroup; None is WORLD; or a transport, which is returned.
-        timeout_s: seconds that it waits for a late rank from its opening on, until told otherwise.
+        timeout_s: seconds that it waits for a late rank from its opening on, until told otherwise;
+            300 if that is no time limit, for all ranks to hear so by the transport.
 
     Raises:
         TypeError: group is something else, as torch gives to a rank that is not in the group.
@@ -29,6 +30,10 @@ def transport_of(group: Any = None, timeout_s: float = 300.0) -> Transport:
     """
     if hasattr(group, "exchange_counts"):
         return group
+    try:
+        check.seconds("timeout_s", timeout_s)
+    except (TypeError, ValueError):
+        timeout_s = 300.0
     if group is None:
         import torch.distributed as dist
 

@@ -25,10 +25,11 @@ from typing import Any
 
 import torch
 
-from fp4comm import AllToAll, Precision, WireFormat
+from fp4comm import AllToAll, Precision, WireFormat, autograd, launch
 from fp4comm.dispatched import Handle
 from fp4comm.formats import FP8_BLOCK
 from fp4comm.integrations._common import transport_of
+from fp4comm.integrations.plugins import WIRE
 from fp4comm.routing import Placement
 
 try:
@@ -69,7 +70,8 @@ class Dispatcher(BaseDispatcher):
         precision: wire formats of dispatch and combine.
 
     Raises:
-        ValueError: sizes, or SGLang's settings, that are not supported.
+        ValueError: on all ranks alike, if one has sizes, or settings of SGLang's, that are not
+            supported.
     """
 
     def __init__(
@@ -83,21 +85,26 @@ class Dispatcher(BaseDispatcher):
         runner_backend: Any = None,
         precision: Precision = Precision(),  # noqa: B008  frozen
     ) -> None:
-        """Check the sizes; then together with the other ranks."""
+        """Check settings and sizes together with the other ranks."""
         super().__init__()
-        _check_settings()
-        ranks = transport_of(group)
-        local = Placement(num_experts, ranks.num_ranks).num_local_experts(ranks.rank)
-        if num_local_experts != local:
-            raise ValueError(
-                f"num_local_experts: expected {local} of {num_experts} experts on rank"
-                f" {ranks.rank} of {ranks.num_ranks}, got {num_local_experts} (tensor parallelism"
-                " inside experts is not supported: --ep-size as --tp-size)"
-            )
-        if params_dtype != torch.bfloat16:
-            raise ValueError(f"params_dtype: expected bfloat16, got {params_dtype}")
         self.runner_backend = runner_backend
         self._hidden = hidden_size
+        ranks = transport_of(group)
+
+        def check_all() -> None:
+            _check_settings()
+            local = Placement(num_experts, ranks.num_ranks).num_local_experts(ranks.rank)
+            if num_local_experts != local:
+                raise ValueError(
+                    f"num_local_experts: expected {local} of {num_experts} experts, got"
+                    f" {num_local_experts} (tensor parallelism inside experts is not supported:"
+                    " --ep-size as --tp-size)"
+                )
+            if params_dtype != torch.bfloat16:
+                raise ValueError(f"params_dtype: expected bfloat16, got {params_dtype}")
+            self._rows_arrive_as_fp8()
+
+        launch.agree(ranks, check_all)
         self._a2a = AllToAll(
             ranks,
             num_experts=num_experts,
@@ -107,16 +114,6 @@ class Dispatcher(BaseDispatcher):
             expert_alignment=DEEP_GEMM_ROWS if deep_gemm_wrapper.ENABLE_JIT_DEEPGEMM else 1,
         )
         self._handle: Handle | None = None  # of the dispatch under way
-        self._quantized = self._rows_arrive_as_fp8()
-
-    def set_quant_config(self, quant_config: dict) -> None:
-        """Take what the experts say of the rows that they want.
-
-        Raises:
-            ValueError: they want others than FP8 or BF16 ones.
-        """
-        super().set_quant_config(quant_config)
-        self._quantized = self._rows_arrive_as_fp8()
 
     def dispatch(self, hidden_states: torch.Tensor, topk_output: Any) -> DeepEPNormalDispatchOutput:
         """Send the tokens to their experts.
@@ -129,15 +126,26 @@ class Dispatcher(BaseDispatcher):
             rows ``[N, hidden]``, scales or None, topk_ids ``[N, K]`` int64, local or -1,
             topk_weights ``[N, K]`` float32, and the number of rows of each local expert, rounded
             up to 128 if DeepGEMM is in use.
+
+        Raises:
+            ValueError, TypeError, RuntimeError: on all ranks alike, as `AllToAll.dispatch`, or if
+                the experts of one want other rows than FP8 or BF16 ones.
         """
-        d = self._a2a.dispatch(hidden_states, topk_output.topk_ids, topk_output.topk_weights)
+        idx, weights = topk_output.topk_ids, topk_output.topk_weights
+
+        def check_more() -> None:
+            autograd.check_inputs("packed", hidden_states, weights)
+            self._rows_arrive_as_fp8()
+
+        d = self._a2a._dispatch(hidden_states, idx, weights, False, "packed", check_more).wait()
         self._handle = d.handle
         packed = d.packed
-        rows, scales = packed.to_fp8_rows() if self._quantized else (packed.to_bf16(), None)
+        quantized = self._rows_arrive_as_fp8()
+        rows, scales = packed.to_fp8_rows() if quantized else (packed.to_bf16(), None)
         offsets = d.handle.layout.expert_offsets_array
         num_rows = (offsets[1:] - offsets[:-1]).tolist()
-        weights = d.handle.topk_weights
-        return DeepEPNormalDispatchOutput(rows, scales, d.handle.topk_idx, weights, num_rows)
+        route = d.handle.topk_idx, d.handle.topk_weights
+        return DeepEPNormalDispatchOutput(rows, scales, *route, num_rows)
 
     def combine(self, combine_input: DeepEPNormalCombineInput) -> torch.Tensor:
         """Send the sums of the rows back, and sum those of each token.
@@ -189,42 +197,50 @@ def make_dispatcher(runner_config: Any, wire: WireFormat | str, group: Any = Non
         group: torch.distributed process group; None: the one that SGLang gives DeepEP.
 
     Raises:
-        ValueError: settings that are not supported.
+        ValueError: on all ranks alike, if one has settings that are not supported.
     """
-    backend = utils.get_moe_a2a_backend()
-    if not backend.is_deepep():
-        raise ValueError(
-            f"moe_a2a_backend: expected deepep beside FP4COMM_WIRE, got {backend.value}"
-        )
-    if not utils.get_deepep_mode().is_normal():
-        raise ValueError(
-            f"deepep_mode: expected normal, got {utils.get_deepep_mode().value} (the host reads the"
-            " counts of each dispatch, which a CUDA graph cannot hold)"
-        )
     if group is None:
         group = utils.get_parallel().tp_group.device_group
+    ranks = transport_of(group)
+
+    def check_all() -> Precision:
+        _check_backend()
+        return Precision(dispatch=WireFormat.of(wire, WIRE))
+
+    precision = launch.agree(ranks, check_all)
     return Dispatcher(
-        group,
+        ranks,
         num_experts=runner_config.num_experts,
         num_local_experts=runner_config.num_local_experts,
         hidden_size=runner_config.hidden_size,
         params_dtype=runner_config.params_dtype,
         runner_backend=runner_config.runner_backend,
-        precision=Precision(dispatch=wire),
+        precision=precision,
     )
 
 
 def install(wire: WireFormat | str) -> None:
     """Let every MoE layer that SGLang makes from now on dispatch in the wire format.
 
-    For a plugin: SGLang applies the hook when it has loaded all of them.
+    For a plugin: SGLang applies the hook when it has loaded all of them.  The dispatchers check the
+    format, since SGLang goes on after an error of a plugin.
     """
-    wire = WireFormat.of(wire)
 
     def make(original: Any, moe_runner_config: Any, *_: Any, **__: Any) -> Dispatcher:
         return make_dispatcher(moe_runner_config, wire)
 
     HookRegistry.register(FACTORY, make, HookType.AROUND)
+
+
+def _check_backend() -> None:
+    backend = utils.get_moe_a2a_backend()
+    if not backend.is_deepep():
+        raise ValueError(f"moe_a2a_backend: expected deepep beside {WIRE}, got {backend.value}")
+    if not utils.get_deepep_mode().is_normal():
+        raise ValueError(
+            f"deepep_mode: expected normal, got {utils.get_deepep_mode().value} (the host reads the"
+            " counts of each dispatch, which a CUDA graph cannot hold)"
+        )
 
 
 def _check_settings() -> None:

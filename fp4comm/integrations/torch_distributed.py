@@ -22,10 +22,10 @@ import numpy as np
 import torch
 
 from fp4comm import agreement, autograd, check, codec, hops
-from fp4comm.all_to_all import rows_for
 from fp4comm.eager import uncompiled
 from fp4comm.formats import WireFormat
 from fp4comm.integrations._common import transport_of
+from fp4comm.outgoing import autocast, check_device
 from fp4comm.packed import PackedRows
 from fp4comm.transport import Transport, lent, stopping_peers
 from fp4comm.transport._arguments import as_splits
@@ -52,9 +52,10 @@ def all_to_all_rows(
     Rows for rank d are ``rows[offset : offset + send_splits[d]]`` with offset the sum of the splits
     before d; they arrive by source rank, and from each in its order.  Those to this rank itself are
     quantized as all are.  Differentiable, straight through the quantization; the backward pass is
-    collective too: all ranks make it, in the same order, also one that no rows came to.  On a GPU
-    the work is queued on the current stream; the host waits for the counts alone, and for splits
-    that are on the GPU.
+    collective too: all ranks make it, in the same order, also one that no rows came to; one that
+    fails, a second one through a freed graph too, stops the peers and leaves the transport broken.
+    On a GPU the work is queued on the current stream; the host waits for the counts alone, and for
+    splits that are on the GPU.
 
     Args:
         rows: ``[n, hidden]`` bfloat16, ``hidden % 32 == 0``; any strides; n may be 0.  Under
@@ -85,20 +86,19 @@ def all_to_all_rows(
         >>> all_to_all_rows(rows, [1], [1], transport.open("local"))[0, 0].item()
         4.0
     """
-    transport = transport_of(group, _opening_s(timeout_s))
+    transport = transport_of(group, timeout_s)
     number = next(_CALLS.setdefault(transport, itertools.count(1)))
     failure: Exception | None = None
     sent: hops.Rows = []
     mine = agreement.Fingerprint(agreement.ROWS)
     try:
         check.seconds("timeout_s", timeout_s)
-        autograd.check_inputs("bf16", rows)
-        source = rows_for(transport, "rows", rows)
-        if isinstance(source, tuple):
-            raise TypeError("rows: expected a bfloat16 tensor, got a pair")
+        check.no_tangent("rows", rows)
+        source = check.rows("rows", autocast(rows), (torch.bfloat16,))
+        check_device(transport, "rows", source.device)
         num_rows, hidden = source.shape
         splits = Splits.of(transport.num_ranks, send_splits, recv_splits, num_rows)
-        there, back = WireFormat.of(wire), WireFormat.of(grad_wire)
+        there, back = WireFormat.of(wire), WireFormat.of(grad_wire, "grad_wire")
         move = Move(transport, hidden, timeout_s, f"{NAME} {number}")
         inputs = autograd.Inputs.of(rows)
         mine = agreement.Fingerprint(
@@ -254,12 +254,6 @@ class AllToAllRows(torch.autograd.Function):
             _ = ctx.saved_tensors
             gradient = ctx.of_gradient(gradients[0]).to(ctx.dtype)
         return *autograd.differentiable_once(gradient), None, None, None
-
-
-def _opening_s(timeout_s: Any) -> float:
-    """Return the limit of a first call, which is checked once there is a transport to say so by."""
-    is_usable = isinstance(timeout_s, (int, float)) and 0 < timeout_s < float("inf")
-    return timeout_s if is_usable else 300.0
 
 
 def _weights(source: Any, target: Any) -> np.ndarray:

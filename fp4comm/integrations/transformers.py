@@ -12,6 +12,7 @@ DeepSeek-V3, gpt-oss (biases, transposed weights, a gate of its own), and expert
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
@@ -53,16 +54,17 @@ def shard_experts(
     """Keep this rank's experts of each MoE layer, and send tokens to those of the others.
 
     Of E experts over R ranks each rank keeps a contiguous range, the first ``E % R`` ranks one
-    more; ``config._experts_implementation`` becomes "fp4comm".  Changes the model, whose other
-    parameters have to be the same on all ranks.  Collective over the group.  Make the optimizer
-    afterwards: experts are new parameters.
+    more, with the experts implementation "fp4comm" whatever the model's config says, which other
+    models may share.  Changes the model, whose other parameters have to be the same on all ranks.
+    Collective over the group.  Make the optimizer afterwards: experts are new parameters.
 
     Training: experts get the gradients of all ranks' losses together; other parameters that of this
     rank's loss, as without experts elsewhere.  To take means, average the latter over the ranks
     (DistributedDataParallel does, with `expert_parameters` ignored) and divide the former by R.
 
     Generation: every rank has to take part until the last one is done, so pass ``synced_gpus=True``
-    to ``generate``; it asks all ranks of WORLD.  Saved checkpoints hold this rank's experts alone.
+    to ``generate``; it asks all ranks of WORLD.  Saved checkpoints hold this rank's experts alone;
+    save ``state_dict()``, since the whole model cannot be pickled.
 
     Args:
         model: with experts that have Transformers' experts hook; its activations BF16, or under
@@ -250,15 +252,5 @@ def _shard(
             kept[whole] = torch.nn.Parameter(share, requires_grad=whole.requires_grad)
         setattr(module, name, kept[whole])
     module._fp4comm = a2a
+    module.config = copy.deepcopy(module.config)  # that nobody shares
     module.config._experts_implementation = NAME
-    module.register_forward_pre_hook(_check_implementation)
-
-
-def _check_implementation(module: Any, *_: Any) -> None:
-    """Refuse other experts functions, which would take these experts for all."""
-    implementation = module.config._experts_implementation
-    if implementation != NAME:
-        raise RuntimeError(
-            f'experts: expected experts implementation "{NAME}", since they are sharded, got'
-            f' "{implementation}"'
-        )

@@ -32,10 +32,11 @@ from typing import Any
 
 import torch
 
-from fp4comm import AllToAll, Precision, WireFormat
+from fp4comm import AllToAll, Precision, WireFormat, autograd, launch
 from fp4comm.dispatched import Dispatched, Handle
 from fp4comm.formats import FP8_BLOCK
 from fp4comm.integrations._common import transport_of
+from fp4comm.integrations.plugins import WIRE
 from fp4comm.routing import NO_EXPERT, Placement
 from fp4comm.transport import Transport
 
@@ -72,7 +73,7 @@ class PrepareAndFinalize(FusedMoEPrepareAndFinalizeModular):
         precision: wire formats of dispatch and combine.
 
     Raises:
-        ValueError: the config asks for what is not supported.
+        ValueError: on all ranks alike, if the config asks on one for what is not supported.
     """
 
     def __init__(
@@ -83,8 +84,8 @@ class PrepareAndFinalize(FusedMoEPrepareAndFinalizeModular):
     ) -> None:
         """Check the config; then together with the other ranks."""
         super().__init__()
-        ranks = transport_of(group)
-        _check_moe_config(moe_config, ranks)
+        self._ranks = ranks = transport_of(group)
+        launch.agree(ranks, lambda: _check_moe_config(moe_config, ranks))
         self._hidden = moe_config.hidden_dim
         self._num_ranks = ranks.num_ranks
         self._a2a = AllToAll(
@@ -131,11 +132,14 @@ class PrepareAndFinalize(FusedMoEPrepareAndFinalizeModular):
         return False
 
     def post_init_setup(self, fused_experts: mk.FusedMoEExperts) -> None:
-        """Check that the experts can take what arrives.
+        """Check that the experts can take what arrives.  Collective.
 
         Raises:
-            ValueError: they cannot.
+            ValueError: on all ranks alike, if those of one cannot.
         """
+        launch.agree(self._ranks, lambda: self._check_fused_experts(fused_experts))
+
+    def _check_fused_experts(self, fused_experts: mk.FusedMoEExperts) -> None:
         if fused_experts.supports_packed_ue8m0_act_scales():
             raise ValueError(
                 "fused_experts: expected ones that take float32 activation scales, got"
@@ -194,22 +198,32 @@ class PrepareAndFinalize(FusedMoEPrepareAndFinalizeModular):
         Returns:
             a function that waits, and returns rows ``[M', hidden]``, their scales or None, the
             number of rows of each local expert, ids ``[M', k]`` and weights ``[M', k]``.
+
+        Raises:
+            ValueError, TypeError, RuntimeError: on all ranks alike, as `AllToAll.dispatch`, or if
+                what one was called with is not supported.
         """
-        quantized = not defer_input_quant and _check_quant_config(quant_config, self._hidden)
-        self._check_experts(num_experts, expert_map)
         if apply_router_weight_on_input:
-            if topk_ids.shape[1] != 1:
+            a1 = a1 * topk_weights[:, :1].to(a1.dtype)
+
+        def check_more() -> None:
+            autograd.check_inputs("packed", a1, topk_weights)
+            if not defer_input_quant:
+                _check_quant_config(quant_config, self._hidden)
+            self._check_experts(num_experts, expert_map)
+            if apply_router_weight_on_input and topk_ids.shape[1] != 1:
                 raise ValueError(
                     "apply_router_weight_on_input: expected with one expert a token, got"
                     f" {topk_ids.shape[1]}"
                 )
-            a1 = a1 * topk_weights.to(a1.dtype)
-        pending = self._a2a.dispatch(a1, topk_ids, topk_weights, async_op=True)
+
+        pending = self._a2a._dispatch(a1, topk_ids, topk_weights, True, "packed", check_more)
 
         def receive() -> mk.PrepareResultType:
             d = pending.wait()
             self._handle = d.handle
             packed = d.packed
+            quantized = not defer_input_quant and quant_config.quant_dtype is not None
             rows, scales = packed.to_fp8_rows() if quantized else (packed.to_bf16(), None)
             return rows, scales, _counts(d), self._global_ids(d.handle), d.handle.topk_weights
 
@@ -296,7 +310,7 @@ class PrepareAndFinalize(FusedMoEPrepareAndFinalizeModular):
 
 
 def make_prepare_finalize(
-    moe_config: Any, wire: WireFormat | str, group: Any = None
+    moe_config: Any, wire: WireFormat | str, group: Any = None, *, use_monolithic: bool = False
 ) -> PrepareAndFinalize:
     """Make what a layer takes, over vLLM's expert-parallel group.  Collective.
 
@@ -304,15 +318,27 @@ def make_prepare_finalize(
         moe_config: FusedMoEConfig of the layer.
         wire: format of dispatch.
         group: torch.distributed process group; None: vLLM's expert-parallel one.
+        use_monolithic: the experts are vLLM's monolithic ones.
 
     Raises:
-        ValueError: vLLM's config, or that of the layer, asks for what is not supported.
+        ValueError: on all ranks alike, if vLLM's config, or that of the layer, asks on one for what
+            is not supported.
     """
-    _check_parallel_config(moe_config.moe_parallel_config)
-    _check_vllm_config(all2all_utils.get_current_vllm_config())
     if group is None:
         group = all2all_utils.get_ep_group().device_group
-    return PrepareAndFinalize(group, moe_config, Precision(dispatch=wire))
+
+    def check_all() -> Precision:
+        if use_monolithic:
+            raise ValueError(
+                "moe_backend: expected modular experts, got monolithic ones, which route inside"
+                " their kernel (choose --moe-backend deep_gemm or triton)"
+            )
+        _check_parallel_config(moe_config.moe_parallel_config)
+        _check_vllm_config(all2all_utils.get_current_vllm_config())
+        return Precision(dispatch=WireFormat.of(wire, WIRE))
+
+    ranks = transport_of(group)
+    return PrepareAndFinalize(ranks, moe_config, launch.agree(ranks, check_all))
 
 
 def install(wire: WireFormat | str) -> None:
@@ -329,17 +355,12 @@ def install(wire: WireFormat | str) -> None:
             "vllm: expected maybe_make_prepare_finalize(moe, ..., use_monolithic)"
             f" as in 0.33.0, got one without {', '.join(sorted(missing))}"
         )
-    wire = WireFormat.of(wire)
 
     @functools.wraps(original)
     def make(*args: Any, **kwargs: Any) -> PrepareAndFinalize:
         given = signature.bind(*args, **kwargs).arguments
-        if given.get("use_monolithic"):
-            raise ValueError(
-                "moe_backend: expected modular experts, got monolithic ones, which route inside"
-                " their kernel (choose --moe-backend deep_gemm or triton)"
-            )
-        return make_prepare_finalize(given["moe"], wire)
+        use_monolithic = given.get("use_monolithic", False)
+        return make_prepare_finalize(given["moe"], wire, use_monolithic=use_monolithic)
 
     for module in list(sys.modules.values()):  # those that have imported it by name, too
         if vars(module).get("maybe_make_prepare_finalize") is original:
@@ -362,12 +383,12 @@ def _other_than(local: range, num_experts: int) -> int:
 def _check_parallel_config(parallel: Any) -> None:
     if parallel.all2all_backend != BACKEND:
         raise ValueError(
-            f"all2all_backend: expected {BACKEND}, the default, beside FP4COMM_WIRE, got"
+            f"all2all_backend: expected {BACKEND}, the default, beside {WIRE}, got"
             f" {parallel.all2all_backend}"
         )
     if not parallel.use_all2all_kernels:
         raise ValueError(
-            "FP4COMM_WIRE: expected --enable-expert-parallel, and tokens that differ between"
+            f"{WIRE}: expected --enable-expert-parallel, and tokens that differ between"
             f" ranks (--data-parallel-size > 1), got use_ep={parallel.use_ep}, dp_size="
             f"{parallel.dp_size}, ep_size={parallel.ep_size}"
         )
@@ -408,14 +429,10 @@ def _check_moe_config(config: Any, ranks: Transport) -> None:
         raise ValueError("moe_config: expected no LoRA, got is_lora_enabled=True")
 
 
-def _check_quant_config(config: Any, hidden: int) -> bool:
-    """Say whether rows arrive as FP8; else they do as BF16.
-
-    Raises:
-        ValueError: experts take their rows in another format.
-    """
+def _check_quant_config(config: Any, hidden: int) -> None:
+    """Check that experts take BF16 rows, quant_dtype being None, or our FP8 rows."""
     if config.quant_dtype is None:
-        return False
+        return
     wanted = (
         config.quant_dtype == torch.float8_e4m3fn
         and config.block_shape == BLOCK_SHAPE
@@ -433,4 +450,3 @@ def _check_quant_config(config: Any, hidden: int) -> bool:
         raise ValueError(
             f"hidden_dim: expected a multiple of {FP8_BLOCK} where rows arrive as FP8, got {hidden}"
         )
-    return True

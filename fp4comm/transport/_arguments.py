@@ -11,6 +11,7 @@ import numpy.typing as npt
 import torch
 
 Rows = npt.NDArray[np.uint8]
+MAX_ROWS = 2**63 - 1
 
 
 def as_rows(value: Any, name: str, *, writable: bool) -> Rows:
@@ -106,18 +107,18 @@ def _raise_elsewhere(
 
 
 def as_splits(value: Any, name: str, num_ranks: int) -> list[int]:
-    """Return rows per peer, ``[num_ranks]``, as a list of ints; none may be negative."""
-    splits = np.asarray(value)
+    """Return rows per peer, ``[num_ranks]``, as a list of ints that fit int64; none negative."""
+    splits = np.asarray(value, None if hasattr(value, "dtype") else object)  # as they were given
     if splits.ndim != 1 or len(splits) != num_ranks:
         raise ValueError(
             f"{name}: expected rows for each of {num_ranks} ranks, got shape {list(splits.shape)}"
         )
-    if splits.dtype.kind not in "iu":
-        raise TypeError(f"{name}: expected integers, got {splits.dtype}")
-    rows: list[int] = splits.tolist()
-    if min(rows) < 0:
-        peer = int(np.argmin(splits))
-        raise ValueError(f"{name}: expected no negative rows, got {rows[peer]} at [{peer}]")
+    rows = [value.item() if hasattr(value, "item") else value for value in splits.tolist()]
+    for peer, num_rows in enumerate(rows):
+        if isinstance(num_rows, bool) or not isinstance(num_rows, int):
+            raise TypeError(f"{name}: expected integers, got {type(num_rows).__name__} at [{peer}]")
+        if not 0 <= num_rows <= MAX_ROWS:
+            raise ValueError(f"{name}: expected 0..{MAX_ROWS} rows, got {num_rows} at [{peer}]")
     return rows
 
 

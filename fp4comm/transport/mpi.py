@@ -99,7 +99,7 @@ class MpiTransport(BaseTransport):
                 f'transport "{self.name}": MPI is not running: not initialized, or finalized'
             )
         launched = next((os.environ[name] for name in LAUNCHED if name in os.environ), "1")
-        if launched.isdigit() and int(launched) > 1 and mpi.COMM_WORLD.Get_size() == 1:
+        if launched.isdecimal() and int(launched) > 1 and mpi.COMM_WORLD.Get_size() == 1:
             raise RuntimeError(
                 f'transport "{self.name}": this process was started as one of {launched}, but its'
                 " MPI sees itself alone: the launcher belongs to another MPI than the one that"

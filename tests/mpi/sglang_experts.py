@@ -106,6 +106,25 @@ def on_rank(t):
     moe = layer_of(dispatcher, t, quantized=False)
     conformance.check(moe, t, num_random=4, **sizes)
     assert seen[:4] == ["pre dispatch", "post dispatch", "pre combine", "post combine"]
+    check_mistakes_of_one(t)
+
+
+def check_mistakes_of_one(t):
+    """What is wrong on the last rank alone is the same error on all, and the next call is right."""
+    is_last, where = t.rank == t.num_ranks - 1, "^rank 2 of 3: "
+    for wrong, text in (
+        ({"params_dtype": torch.half}, "params_dtype: expected bfloat16, got torch.float16"),
+        ({"num_local_experts": 7}, "num_local_experts: expected 2 of 7 experts, got 7"),
+    ):
+        raises(where + text, make, t, **wrong if is_last else {})
+    dispatcher = make(t)
+    x, idx = torch.zeros(3, HIDDEN).bfloat16(), torch.zeros(3, 1, dtype=torch.int64)
+    routed = StandardTopKOutput(torch.ones(idx.shape), idx, None)
+    dispatcher.set_quant_config({"dispatcher_output_dtype": "nvfp4"} if is_last else {})
+    text = "quant_config: expected rows wanted as fp8 or bf16, got nvfp4"
+    raises(where + text, dispatcher.dispatch, x, routed)
+    dispatcher.set_quant_config({})
+    assert len(dispatcher.dispatch(x, routed).hidden_states) == (9 if t.rank == 0 else 0)
 
 
 def check_counts_for_deep_gemm(t):
@@ -151,6 +170,9 @@ def check_factory():
         made = layer.create_moe_dispatcher(config, quant_method=None)
     assert type(made) is Dispatcher
     one = transport.open("local")
+    raises(
+        "^rank 0 of 1: FP4COMM_WIRE: expected one of .*'fp5'", make_dispatcher, config, "fp5", one
+    )
     for enum, flag, text in (
         (utils.MoeA2ABackend.NIXL, "a2a_backend", "moe_a2a_backend: expected deepep .* got nixl"),
         (utils.DeepEPMode.AUTO, "deepep_mode", "deepep_mode: expected normal, got auto"),
@@ -169,8 +191,6 @@ def check_mistakes(t):
     raises("hidden_size: expected a multiple of 128", make, t, hidden_size=160)
     raises("params_dtype: expected bfloat16, got torch.float16", make, t, params_dtype=torch.half)
     d = make(t)
-    nvfp4 = {"dispatcher_output_dtype": "nvfp4"}
-    raises("quant_config: expected .* as fp8 or bf16, got nvfp4", d.set_quant_config, nvfp4)
     raises("expected no single-batch overlap", d.set_overlap_args, None, {})
     rows = torch.zeros(0, HIDDEN).bfloat16()
     early = DeepEPNormalCombineInput(rows, rows, rows)
@@ -191,7 +211,7 @@ def standard_input(rows):
 
 def main():
     shared = check_implements(Dispatcher, base.BaseDispatcher)
-    assert {"dispatch", "combine", "set_quant_config", "set_overlap_args"} <= set(shared)
+    assert {"dispatch", "combine", "set_overlap_args"} <= set(shared)
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(MODEL))
         a2a = {"moe_a2a_backend": "deepep", "deepep_mode": "normal"}

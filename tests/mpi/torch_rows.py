@@ -39,6 +39,10 @@ y.backward(plain.sign())
 dist.all_to_all_single(plain_grad, plain.sign(), send, recv)
 assert torch.equal(x.grad, plain_grad)
 
+wrong = {"timeout_s": True} if rank == 1 else {}  # in the call that opens the transport
+with raises(TypeError, f"rank 1 of {num_ranks}: timeout_s: expected a number of seconds, got bool"):
+    all_to_all_rows(x, send, recv, dist.new_group(), **wrong)
+
 moe = row_exchanges.layer(None, transport_of(), 6, "mxfp4", "bf16")
 conformance.check(moe, transport_of(), num_experts=6, hidden=32, trains=True, num_random=4)
 

@@ -103,7 +103,7 @@ def shard(model, t, wire):
     precision = Precision(wire, combine_grad="bf16")
     assert adapter.shard_experts(sharded, None, precision, timeout_s=60) is sharded
     whole.config._experts_implementation = name
-    assert sharded.config._experts_implementation == "fp4comm"
+    assert sharded.config._experts_implementation == model.config._experts_implementation
     return sharded.eval(), whole.eval()
 
 
@@ -246,7 +246,7 @@ def check_autocast(t):
 
 
 def check_mistakes(t):
-    """All ranks make each of them, as the model is the same on all."""
+    """All ranks make each of them, as the model is the same on all; but for the time limit."""
     mistakes = {
         "model: expected experts with Transformers' experts hook, got Linear without": (
             ValueError, lambda: adapter.shard_experts(torch.nn.Linear(2, 2))),
@@ -262,8 +262,9 @@ def check_mistakes(t):
             ValueError, lambda: adapter.shard_experts(with_scale(make("Mixtral")))),
         "experts: expected shard_experts(model, group)": (
             RuntimeError, lambda: of_implementation("fp4comm")(tokens_of(0, 1, 2))),
-        'experts: expected experts implementation "fp4comm", since they are sharded, got "eager"': (
-            RuntimeError, lambda: eager_again()(tokens_of(0, 1, 2))),
+        "rank 1 of 2: timeout_s: expected more than 0 seconds, got 0": (
+            ValueError, lambda: adapter.shard_experts(
+                make("Mixtral"), dist.new_group(), timeout_s=60 * (1 - t.rank))),
         "x: expected bfloat16 or an FP8 pair": (
             TypeError, lambda: adapter.shard_experts(make("Mixtral").float())(tokens_of(0, 1, 2))),
     }  # fmt: skip
@@ -291,12 +292,6 @@ def with_scale(model):
 def of_implementation(name):
     config = transformers.MixtralConfig(**SIZES | MODELS["Mixtral"], experts_implementation=name)
     return transformers.MixtralForCausalLM(config).bfloat16()
-
-
-def eager_again():
-    model = adapter.shard_experts(make("Mixtral"))
-    model.set_experts_implementation("eager")
-    return model
 
 
 dist.init_process_group("gloo")

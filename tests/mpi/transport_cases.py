@@ -131,7 +131,7 @@ def case_arguments(t):
 
     refused(ValueError, "send_splits: expected rows for each", [good], None, [good], ones)
     refused(ValueError, "recv_splits: expected rows for each", [good], ones, [good], ones[1:])
-    refused(ValueError, "send_splits: expected no negative", [good], [-1] * n, [good], ones)
+    refused(ValueError, "send_splits: expected 0..", [good], [-1] * n, [good], ones)
     refused(TypeError, "send_splits: expected integers", [good], [1.0] * n, [good], ones)
     five = np.zeros((n + 3, 4), np.uint8)
     refused(ValueError, r"sends[0]: expected " + f"{n} rows", [five], ones, [good], ones)

@@ -4,6 +4,7 @@ vLLM initializes its own groups (data and expert parallel) over gloo.  The exper
 its FusedMoEExpertsModular in plain torch; all else is vLLM's.
 """
 
+import contextlib
 import dataclasses
 import os
 import re
@@ -51,7 +52,11 @@ from vllm.plugins import DEFAULT_PLUGINS_GROUP  # noqa: E402
 
 from fp4comm import quantize  # noqa: E402
 from fp4comm.integrations import plugins  # noqa: E402
-from fp4comm.integrations.vllm import PrepareAndFinalize, install  # noqa: E402
+from fp4comm.integrations.vllm import (  # noqa: E402
+    PrepareAndFinalize,
+    install,
+    make_prepare_finalize,
+)
 
 EXPERTS, HIDDEN = 7, 256
 RANK, NUM_RANKS = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -243,7 +248,8 @@ def raises(text, call, *args, **kwargs):
 
 
 def check_mistakes(moe_cfg, parallel, config):
-    """All at construction, on all ranks."""
+    """Each on the last rank alone, all but two at construction: the same error on all."""
+    is_last, where = RANK == NUM_RANKS - 1, f"rank {NUM_RANKS - 1} of {NUM_RANKS}: "
     kernel = make_kernel(moe_cfg, block_fp8())
     prepared = kernel.prepare_finalize
     assert type(prepared) is PrepareAndFinalize
@@ -255,30 +261,39 @@ def check_mistakes(moe_cfg, parallel, config):
         pass
 
     def changed(text, quant=None, cls=Experts, parallel_changes=None, **changes):
-        changes["moe_parallel_config"] = dataclasses.replace(parallel, **parallel_changes or {})
-        cfg = moe_config(parallel, **changes)
-        raises(text, make_kernel, cfg, quant or block_fp8(), cls)
+        given = moe_cfg, block_fp8()
+        if is_last:
+            changes["moe_parallel_config"] = dataclasses.replace(parallel, **parallel_changes or {})
+            given = moe_config(parallel, **changes), quant or block_fp8(), cls
+        with pytest.raises(ValueError, match=f"^{where}.*{re.escape(text)}"):
+            make_kernel(*given)
+
+    def on_last(*args):
+        return mock.patch.object(*args) if is_last else contextlib.nullcontext()
 
     changed("block_shape [128, 128], got quant_dtype", quant=block_fp8((64, 64)))
     changed("static scale True", quant=block_fp8(a1_scale=torch.ones(1)))
     changed("which takes packed UE8M0 scales", cls=Packed)
     changed("expected modular experts", cls=Monolithic)
-    changed("hidden_dim: expected a multiple of 128", hidden_dim=160)
+    narrow = moe_config(parallel, hidden_dim=160)  # which has to be the same on all ranks
+    raises("rank 0 of 2: hidden_dim: expected a multiple of 128", make_kernel, narrow, block_fp8())
     changed("in_dtype bfloat16, got torch.float16", in_dtype=torch.float16)
     changed("got tp_size 2", parallel_changes={"tp_size": 2})
     changed("expected ep_size 2", parallel_changes={"ep_size": 4})
     changed("all2all_backend: expected", parallel_changes={"all2all_backend": "deepep_v2"})
     changed("--data-parallel-size > 1", parallel_changes={"use_ep": False})
-    with mock.patch.object(config.compilation_config, "cudagraph_mode", CUDAGraphMode.PIECEWISE):
+    wire = "fp5" if is_last else "mxfp4"
+    raises(f"{where}FP4COMM_WIRE: expected one of", make_prepare_finalize, moe_cfg, wire)
+    with on_last(config.compilation_config, "cudagraph_mode", CUDAGraphMode.PIECEWISE):
         changed("cudagraph_mode: expected NONE (--enforce-eager), got PIECEWISE")
-    with mock.patch.object(config.parallel_config, "enable_dbo", True):
+    with on_last(config.parallel_config, "enable_dbo", True):
         changed("expected no micro-batches")
-    with mock.patch.object(config.parallel_config, "expert_placement_strategy", "round_robin"):
+    with on_last(config.parallel_config, "expert_placement_strategy", "round_robin"):
         changed("expert_placement_strategy: expected linear, got round_robin")
     placed = determine_expert_map(parallel.ep_size, parallel.ep_rank, EXPERTS, "round_robin")[1]
     x, idx = torch.zeros(2, HIDDEN).bfloat16(), torch.zeros(2, 1, dtype=torch.int64)
-    args = x, idx.float(), idx, EXPERTS, placed, False, block_fp8(), False
-    raises("expert_map: expected experts", prepared.prepare, *args)
+    args = x, idx.float(), idx, EXPERTS, placed if is_last else None, False, block_fp8(), False
+    raises(f"{where}expert_map: expected experts", prepared.prepare, *args)
     raises("finalize: expected after prepare", prepared.finalize, x, x, idx, idx, False, None)
 
 
