@@ -32,6 +32,7 @@ from fp4comm import AllToAll, Precision, launch, machine
 from fp4comm.bench import report as bench_report
 from fp4comm.bench.clock import Stopwatch, gather
 from fp4comm.integrations._common import transport_of
+from fp4comm.transport import Transport
 
 WARMUP = 5
 INNER = 64  # of Transformers' experts
@@ -188,9 +189,10 @@ ADAPTERS: dict[str, Callable[..., Pair]] = {
 }
 
 
-def measure(pair: Pair, watch: Stopwatch, trains: bool, iterations: int) -> Row:
+def measure(pair: Pair, transport: Transport, trains: bool, iterations: int) -> Row:
     """Compare both results, and measure both in turns."""
     x, weights = pair.inputs.x, pair.inputs.topk_weights
+    watch = Stopwatch(transport, x.device.type)
 
     def step(call: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> list[torch.Tensor]:
         with torch.set_grad_enabled(trains):
@@ -217,9 +219,9 @@ def measure(pair: Pair, watch: Stopwatch, trains: bool, iterations: int) -> Row:
             _, ns = watch.time(of_step)
             if i >= WARMUP:
                 times[name].append(ns)
-    slowest = gather(watch._transport, [round(statistics.median(t)) for t in times.values()]).max(0)
+    slowest = gather(transport, [round(statistics.median(t)) for t in times.values()]).max(0)
     us = dict(zip(times, (slowest / 1e3).tolist(), strict=True))
-    most = gather(watch._transport, [*peaks.values(), num_wrong]).max(0)
+    most = gather(transport, [*peaks.values(), num_wrong]).max(0)
     highest = dict(zip(peaks, most[:-1].tolist(), strict=True))
     return Row(
         adapter=pair.adapter,
@@ -292,7 +294,7 @@ def main(
         sys.exit(2)
     dist.init_process_group("gloo" if device == "cpu" else "cpu:gloo,cuda:nccl")
     group, rank = dist.group.WORLD, dist.get_rank()
-    watch = Stopwatch(transport_of(group), device)
+    ranks = transport_of(group)
     drawn = inputs_of(rank, tokens, hidden, experts, topk)
     x, idx, weights = (t.to(device) for t in (drawn.x, drawn.topk_idx, drawn.topk_weights))
     inputs = Inputs(x, idx, weights, experts)
@@ -304,7 +306,7 @@ def main(
         except ImportError as error:
             missing.append(f"{name}: not measured: {error}")
             continue
-        rows += [measure(pair, watch, trains, iterations) for trains in (False, True)]
+        rows += [measure(pair, ranks, trains, iterations) for trains in (False, True)]
         pair.a2a.close()
     if rank == 0:
         click.echo(f"# {dist.get_world_size()} ranks, {tokens} x {hidden}, {wire} there")
