@@ -1,6 +1,7 @@
 """Make every mistake of tests/mistakes.py on real ranks: ``mistakes.py mpi`` or ``... torch``."""
 
 import sys
+import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -20,3 +21,6 @@ for case in DIFFERENT_CALLS:
     group = transport.open(name, timeout_s=30)
     print(f"rank {group.rank}: told: {make_different_calls(group, case)}", flush=True)
     group.close()
+# The first MPI rank to leave ends the job, after calls that failed: until all have said theirs.
+transport.open(name, timeout_s=30).close()
+time.sleep(1)
