@@ -35,7 +35,7 @@ from moe_training import POLICIES, PRESETS, Settings, train_all
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from fp4comm import launch
+from fp4comm import agreement, launch
 from fp4comm.bench import report as bench_report
 from fp4comm.options import OUTPUT, Finite, expect_without_others, run_options
 from fp4comm.running import UserError, run_command, run_on_ranks
@@ -84,7 +84,7 @@ def train(options: dict[str, Any], json_file: Path | None) -> tuple[Results, boo
             if group.rank == 0 and json_file is not None:
                 bench_report.write_json(json_file, results.as_json())
 
-        settings, text = launch.agree(group, prepared)
+        settings, text = agreement.make_on_all(group, prepared)
         check_same_text(group, text)
         with progress_bar(group.rank == 0) as bar:
             return train_all(group, settings, text, arguments, bar, finished)

@@ -11,17 +11,23 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
+from typing import TypeVar
 
 import numpy as np
 
 from fp4comm import texts as packed_text
 from fp4comm.formats import FORMATS, WireFormat
 from fp4comm.precision import Precision
-from fp4comm.transport import Transport
+from fp4comm.transport import Transport, lent
+
+Made = TypeVar("Made")
 
 WIRE_VERSION = 1
-COUNTS_IN_MESSAGE = 43  # that the first message to each rank has room for, if ranks are many
-COUNTS_IN_MESSAGES = 344  # of all of them, if ranks are few and have many experts each
+# Counts that the first message to a rank has room for: with the header 64 words, and more where
+# ranks are few and hold many experts each.  Other numbers are another WIRE_VERSION.
+LEAST_COUNTS = 43
+ALL_COUNTS = 8 * LEAST_COUNTS  # to all ranks together
 
 ERROR_TYPES: tuple[type[Exception], ...] = (ValueError, TypeError, RuntimeError)
 OPERATIONS = ("AllToAll(...)", "dispatch", "a check of arguments", "all_to_all_rows")
@@ -123,8 +129,32 @@ def agree(
 
 
 def message_words(num_ranks: int) -> int:
-    """Int64 words of the first message to each rank, whatever the call."""
-    return HEADER_WORDS + max(COUNTS_IN_MESSAGE, COUNTS_IN_MESSAGES // num_ranks)
+    """Int64 words of the first message to each rank, whatever the call.
+
+    >>> [message_words(num_ranks) - HEADER_WORDS for num_ranks in (2, 8, 64)]
+    [172, 43, 43]
+    """
+    return HEADER_WORDS + max(LEAST_COUNTS, ALL_COUNTS // num_ranks)
+
+
+def make_on_all(transport: Transport, make: Callable[[], Made]) -> Made:
+    """Make something on every rank; a mistake on one of them is raised on all.
+
+    Raises:
+        ValueError, TypeError, RuntimeError: on all ranks alike; an OSError as a ValueError.
+    """
+    made: Made | None = None
+    failure: Exception | None = None
+    try:
+        made = make()
+    except OSError as error:
+        failure = ValueError(str(error))
+    except Exception as error:
+        failure = error
+    nothing = np.empty((transport.num_ranks, 0), np.int64)
+    with lent(transport, "arguments", transport.timeout_s):
+        agree(transport, Fingerprint(COMMAND), nothing, failure)
+    return made  # type: ignore[return-value]  # else agree has raised
 
 
 def texts(transport: Transport, text: str) -> list[str]:

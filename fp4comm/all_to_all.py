@@ -185,7 +185,7 @@ class AllToAll(Caller):
         """
         if handle is None:
             of_gradients = functools.partial(autograd.check_inputs, self.arrive, x, topk_weights)
-            pending = self._dispatch(x, topk_idx, topk_weights, async_op, self.arrive, of_gradients)
+            pending = self._dispatch(x, topk_idx, topk_weights, of_gradients, async_op=async_op)
         else:
             pending = self._dispatch_again(x, topk_idx, topk_weights, handle, async_op)
         return pending if async_op else pending.wait()
@@ -320,8 +320,12 @@ class AllToAll(Caller):
             pending = self._send_back([*sent], handle, label, async_op, out=out)
         return pending if async_op else pending.wait()
 
-    def __deepcopy__(self, memo: Any) -> AllToAll:
+    def __copy__(self) -> AllToAll:
         """Return itself: copies of a model send by the same object."""
+        return self
+
+    def __deepcopy__(self, memo: Any) -> AllToAll:
+        """Likewise."""
         return self
 
     def __reduce__(self) -> NoReturn:
@@ -351,11 +355,21 @@ class AllToAll(Caller):
         x: Any,
         topk_idx: Any,
         topk_weights: Any,
-        async_op: bool,
-        arrive: str,
         check_more: Callable[[], None],
+        *,
+        arrive: str | None = None,
+        async_op: bool = False,
     ) -> Pending[Dispatched]:
-        """Dispatch; what check_more raises becomes everybody's error, as our own checks do."""
+        """Dispatch with checks of a caller within this package.
+
+        Args:
+            x, topk_idx, topk_weights, async_op: as for `dispatch`.
+            check_more: checks on this rank; what it raises is raised on all, as our own checks' is.
+            arrive: another arrival than the object's.
+
+        Raises:
+            as `dispatch`.
+        """
         rows, draft, sent, failure = self._prepare(x, topk_idx, topk_weights, check_more)
         with self._phase("dispatch", "counts"):
             inputs = autograd.Inputs.of(x, topk_weights)
@@ -382,7 +396,7 @@ class AllToAll(Caller):
                 layout = way.layout(route, plan.num_topk, num_rows, alignment)
                 of_all = self._transport, self.num_experts, self.hidden, self.precision
                 handle = Handle(layout, plan, way, *of_all, alignment, device, name)
-                d = self._arrive(wire_rows, handle, arrive)
+                d = self._arrive(wire_rows, handle, arrive or self.arrive)
             return autograd.of_dispatch(self, d, inputs, name) if inputs.wanted else d
 
         return Pending(exchange.work, [*received, *way.tables], finish)
@@ -554,7 +568,7 @@ class AllToAll(Caller):
         if not isinstance(handle, Handle):
             raise TypeError(f"handle: expected a Handle, got {type(handle).__name__}")
         of_all = {"num_experts": self.num_experts, "hidden": self.hidden}
-        handle.check_use(self._transport, **of_all, precision=self.precision, **more)
+        handle._check_use(self._transport, **of_all, precision=self.precision, **more)
 
     def _fingerprint(
         self,

@@ -110,7 +110,14 @@ def rows(
     hidden_size: int | None = None,
     otherwise: str = "",
 ) -> torch.Tensor:
-    """Check rows ``[T, hidden]`` of a supported dtype, or of what an error text offers otherwise.
+    """Check rows ``[T, hidden]`` of a supported dtype.
+
+    Args:
+        name: what error texts call them.
+        x: a tensor, or what can become one.
+        supported: dtypes.
+        hidden_size: which they have to have; None: any.
+        otherwise: what else is taken, for the error text.
 
     Returns:
         a contiguous tensor, detached.

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import click
 from rich.console import Console
 
-from fp4comm import launch, machine, progress, topology
+from fp4comm import agreement, launch, machine, progress, topology
 from fp4comm._version import __version__
 from fp4comm.bench import calibration_file, environment
 from fp4comm.bench import demo as demo_page
@@ -313,7 +313,9 @@ def _run(
     name = str(context.info_name)
 
     def on_rank(group: Transport) -> list[Report]:
-        settings, cases = launch.agree(group, lambda: (settings_of(), cases_of(group.num_ranks)))
+        settings, cases = agreement.make_on_all(
+            group, lambda: (settings_of(), cases_of(group.num_ranks))
+        )
         where = environment.of_run(command, group, options["device"])
         view = view_of(where, settings, cases)
         reports: list[Report] = []

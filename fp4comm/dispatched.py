@@ -55,8 +55,12 @@ class Handle:
         """
         return self.layout.weights
 
-    def check_use(self, transport: Transport, **used: Any) -> None:
+    def _check_use(self, transport: Transport, **used: Any) -> None:
         """Refuse use on another transport, or with other arguments than those it was made for.
+
+        Args:
+            transport: of the object that it is used with.
+            used: arguments of that object, by the names of the fields here without underscore.
 
         Raises:
             ValueError: naming the first that differs.

@@ -84,7 +84,7 @@ def swiglu(
         _check_weights(a2a, gate_up, down, x)
         check.one_of("cache", cache, CACHES)
 
-    d = a2a._dispatch(x, topk_idx, topk_weights, False, "packed", check_more).wait()
+    d = a2a._dispatch(x, topk_idx, topk_weights, check_more, arrive="packed").wait()
     return a2a.combine(apply(a2a, d, gate_up, down, cache=cache), d.handle, weighted=False)
 
 

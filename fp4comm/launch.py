@@ -11,10 +11,9 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-import numpy as np
 import torch
 
-from fp4comm import agreement, codec, transport
+from fp4comm import codec, transport
 from fp4comm.transport import Transport
 
 Result = TypeVar("Result")
@@ -53,17 +52,17 @@ class LaunchedRankError(Exception):
 
 def launched_rank() -> int:
     """Rank that the launcher gave this process, to decide who prints; 0 without one."""
-    return _variable(RANK_VARIABLES, 0)
+    return _first_number(RANK_VARIABLES, 0)
 
 
 def launched_ranks() -> int:
     """Processes that the launcher says it started; 1 without one."""
-    return _variable(SIZE_VARIABLES, 1)
+    return _first_number(SIZE_VARIABLES, 1)
 
 
 def local_rank() -> int:
     """Rank among those of this machine; the rank itself where no launcher says."""
-    return _variable(LOCAL_RANK_VARIABLES, launched_rank())
+    return _first_number(LOCAL_RANK_VARIABLES, launched_rank())
 
 
 def choose(name: str, device: str = "cpu") -> str:
@@ -76,15 +75,15 @@ def choose(name: str, device: str = "cpu") -> str:
     """
     if name != "auto":
         return name
-    who = _who()
-    num_who, num_where = len(_values(who)), len(_values(WHERE))
+    who = _rank_variables()
+    num_who, num_where = len(_set_values(who)), len(_set_values(WHERE))
     if num_who + num_where == len(TORCH_VARIABLES):
         return "torch"
     by_mpi = any(variable.startswith(MPI_LAUNCHERS) for variable in os.environ)
     without_where = num_who == 2 and num_where == 0 and who == SLURM_WHO
     if num_who and not by_mpi and not without_where:
         return "torch"
-    if not by_mpi and _variable((SLURM_SIZE,), 1) == 1:
+    if not by_mpi and _first_number((SLURM_SIZE,), 1) == 1:
         return "local"
     under_mpi = "nccl" if device == "cuda" else "mpi"
     if launched_ranks() > 1:
@@ -137,10 +136,11 @@ def run(
         The result, and whether this process is the one that prints.
 
     Raises:
-        LaunchedRankError: a mistake of the user's, or a rank that is late or gone; on all ranks.
+        LaunchedRankError: a mistake of the user's, or a rank that is late or gone, on all ranks; a
+            wrong variable of a launcher, or no GPU, on the rank that has it.
     """
     try:
-        name = _chosen(name, device)
+        name = _choose_and_check(name, device)
     except ValueError as error:  # perhaps on this rank alone
         raise LaunchedRankError(error, True) from error
     try:
@@ -203,11 +203,11 @@ def _start_torch(timeout_s: float, backend: str) -> None:
         dist.init_process_group(backend, timeout=limit, rank=rank, world_size=num_ranks)
 
 
-def _chosen(name: str, device: str) -> str:
+def _choose_and_check(name: str, device: str) -> str:
     """Choose a transport, and check the variables that its ranks are started by."""
     for variable in (*RANK_VARIABLES, *LOCAL_RANK_VARIABLES, *SIZE_VARIABLES):
         if os.environ.get(variable):
-            _number(variable, 0, MOST_RANKS)
+            _checked_number(variable, 0, MOST_RANKS)
     name = choose(name, device)
     if name == "torch":
         _torch_world()
@@ -216,7 +216,7 @@ def _chosen(name: str, device: str) -> str:
 
 def _torch_world() -> tuple[int, int]:
     """Return the rank and the number of ranks that torch.distributed starts with."""
-    who = _who()
+    who = _rank_variables()
     missing = [variable for variable in (*who, *WHERE) if not os.environ.get(variable)]
     if missing:
         raise ValueError(
@@ -224,14 +224,14 @@ def _torch_world() -> tuple[int, int]:
             f" {', '.join(TORCH_VARIABLES)}, got none"
         )
     of_rank, of_size = who
-    _number("MASTER_PORT", 1, MOST_PORT)
-    num_ranks = _number(of_size, 1, MOST_RANKS)
-    return _number(of_rank, 0, num_ranks - 1), num_ranks
+    _checked_number("MASTER_PORT", 1, MOST_PORT)
+    num_ranks = _checked_number(of_size, 1, MOST_RANKS)
+    return _checked_number(of_rank, 0, num_ranks - 1), num_ranks
 
 
-def _who() -> tuple[str, str]:
+def _rank_variables() -> tuple[str, str]:
     """Name the variables of rank and size: srun's where torchrun gave neither."""
-    return SLURM_WHO if os.environ.get(SLURM_SIZE) and not _values(WHO) else WHO
+    return SLURM_WHO if os.environ.get(SLURM_SIZE) and not _set_values(WHO) else WHO
 
 
 def let_rank_0_print(is_rank_0: bool) -> None:
@@ -240,34 +240,18 @@ def let_rank_0_print(is_rank_0: bool) -> None:
         time.sleep(LAST_WORDS_S)
 
 
-def agree(group: Transport, make: Callable[[], Result]) -> Result:
-    """Make something on every rank; a mistake on one of them is raised on all."""
-    made: Result | None = None
-    failure: Exception | None = None
-    try:
-        made = make()
-    except OSError as error:
-        failure = ValueError(str(error))
-    except Exception as error:
-        failure = error
-    group.phase = "arguments"
-    nothing = np.empty((group.num_ranks, 0), np.int64)
-    agreement.agree(group, agreement.Fingerprint(agreement.COMMAND), nothing, failure)
-    return made  # type: ignore[return-value]  # else agree has raised
-
-
-def _number(variable: str, low: int, high: int) -> int:
+def _checked_number(variable: str, low: int, high: int) -> int:
     text = os.environ[variable]
     if not text.isdecimal() or not low <= int(text) <= high:
         raise ValueError(f"{variable}: expected a whole number in {low}..{high}, got {text!r}")
     return int(text)
 
 
-def _values(names: Sequence[str]) -> list[str]:
+def _set_values(names: Sequence[str]) -> list[str]:
     """What these variables hold that are set."""
     return [os.environ[name] for name in names if os.environ.get(name)]
 
 
-def _variable(names: Sequence[str], otherwise: int) -> int:
+def _first_number(names: Sequence[str], otherwise: int) -> int:
     """The first that holds a number."""
-    return next((int(text) for text in _values(names) if text.isdecimal()), otherwise)
+    return next((int(text) for text in _set_values(names) if text.isdecimal()), otherwise)

@@ -19,13 +19,18 @@ def autocast(x: Any) -> Any:
 
 
 def check_device(transport: Transport, name: str, device: torch.device) -> None:
-    """Check that rows, which error texts call ``name``, are where a transport can send them.
+    """Check that rows are where a transport can send them.
+
+    Args:
+        transport: of this rank.
+        name: what error texts call the rows.
+        device: where they are.
 
     Raises:
         ValueError: the transport has another device, or no codec is for this one.
         RuntimeError: the transport cannot take them from a GPU, or not now.
     """
-    codec.of(device)
+    codec.of(device)  # there must be one
     expected = transport.device
     if expected is not None and device != expected:
         raise ValueError(

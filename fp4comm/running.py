@@ -1,4 +1,4 @@
-"""Running a command and its ranks: a mistake is one line, on one rank, and exit code 2."""
+"""Running a command and its ranks: a mistake is a line of the rank that reports; exit code 2."""
 
 from __future__ import annotations
 

@@ -20,6 +20,7 @@ from rounds import (
 )
 
 from fp4comm import AllToAll, Precision, agreement, quantize, transport
+from fp4comm.transport.local import LocalTransport
 
 RANKS = (1, 2, 3, 4, 8)
 
@@ -285,6 +286,7 @@ def test_what_dispatch_returns_can_be_compared_and_kept_in_a_dict():
 def test_copies_of_a_model_send_by_the_same_object():
     a2a = one_rank()
     assert copy.deepcopy(a2a) is a2a
+    assert copy.copy(a2a) is a2a
 
 
 def test_pending_that_failed_says_so_again_and_keeps_nothing():
@@ -337,3 +339,22 @@ def test_rows_on_other_kinds_of_device_are_refused_on_all_ranks():
             agreement.agree(t, mine, np.zeros((2, 1), np.int64), None)
 
     transport.run_local(2, on_rank, timeout_s=20)
+
+
+@pytest.mark.parametrize(("num_counts", "num_exchanges"), [(0, 1), (172, 1), (173, 2), (400, 2)])
+def test_counts_that_do_not_fit_the_first_message_follow(monkeypatch, num_counts, num_exchanges):
+    calls, exchange = [], LocalTransport.exchange_counts
+
+    def counted(t, counts):
+        calls.append(t.rank)
+        return exchange(t, counts)
+
+    def on_rank(t):
+        told = np.arange(2 * num_counts).reshape(2, -1)
+        mine = agreement.Fingerprint(agreement.DISPATCH)
+        got = agreement.agree(t, mine, told + 10**4 * t.rank, None)
+        assert np.array_equal(got, [told[t.rank], told[t.rank] + 10**4])
+
+    monkeypatch.setattr(LocalTransport, "exchange_counts", counted)
+    transport.run_local(2, on_rank, timeout_s=20)
+    assert calls.count(0) == num_exchanges

@@ -14,7 +14,7 @@ import ranks
 import torch
 from command_line import run
 
-from fp4comm import __version__, launch, machine, transport
+from fp4comm import __version__, agreement, launch, machine, transport
 from fp4comm.bench import check as bench_check
 from fp4comm.bench.environment import Environment, Place
 from fp4comm.bench.report import header_lines
@@ -406,8 +406,8 @@ def test_a_mistake_on_one_rank_is_every_ranks_error():
             return 5
 
         with pytest.raises(ValueError, match="rank 1 of 2: disk on fire"):
-            launch.agree(t, make)
-        return launch.agree(t, lambda: t.rank + 5)
+            agreement.make_on_all(t, make)
+        return agreement.make_on_all(t, lambda: t.rank + 5)
 
     assert transport.run_local(2, on_rank) == [5, 6]
 

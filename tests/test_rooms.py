@@ -2,6 +2,7 @@
 
 import ast
 import doctest
+import graphlib
 import importlib
 import inspect
 import json
@@ -71,6 +72,14 @@ def room_of(path):
 
 def imported_rooms(path):
     """Rooms of fp4comm that a file imports, wherever in it."""
+    for name in imported_names(path):
+        parts = name.split(".")
+        if parts[0] == "fp4comm" and len(parts) > 1:
+            yield parts[1]
+
+
+def imported_names(path):
+    """What a file imports, wherever in it, by its full name."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
@@ -79,10 +88,28 @@ def imported_rooms(path):
             names = [f"{node.module}.{alias.name}" for alias in node.names]
         else:
             continue
-        for name in names:
-            parts = name.split(".")
-            if parts[0] == "fp4comm" and len(parts) > 1:
-                yield parts[1]
+        yield from names
+
+
+def test_no_import_turns_back():
+    files = {file_of(path): path for path in PACKAGE.rglob("*.py")}
+    graph = {file: {n for n in imports_of(path) if n in files} for file, path in files.items()}
+    graphlib.TopologicalSorter(graph).prepare()  # raises CycleError, which names the files
+
+
+def file_of(path):
+    """Name of the module that a file is."""
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def imports_of(path):
+    """Modules that a file imports, or might import something of; not those that hold it."""
+    me = file_of(path)
+    for name in imported_names(path):
+        for module in (name, name.rpartition(".")[0]):
+            if module != me and module != "fp4comm" and not me.startswith(f"{module}."):
+                yield module
 
 
 @pytest.mark.parametrize(

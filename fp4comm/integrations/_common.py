@@ -1,4 +1,4 @@
-"""What adapters share: one transport for each process group."""
+"""What adapters share: one transport for each process group; the variable that names the wire."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from typing import Any
 
 from fp4comm import check, transport
 from fp4comm.transport import Transport
+
+WIRE = "FP4COMM_WIRE"  # format of dispatch, where a framework's plugin takes it from
 
 # Frameworks hand on the group alone, from layers that know nothing of each other.
 _OPENED: weakref.WeakKeyDictionary[Any, Transport] = weakref.WeakKeyDictionary()

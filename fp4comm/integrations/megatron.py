@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from fp4comm import autograd, check, experts, launch
+from fp4comm import agreement, autograd, check, experts
 from fp4comm.all_to_all import AllToAll
 from fp4comm.dispatched import Dispatched
 from fp4comm.integrations import _common
@@ -87,7 +87,7 @@ def use(
         raise ValueError(f"model: expected one with a MoELayer, got {type(model).__name__}")
     timeout_s = options.get("timeout_s", 300.0)
     ranks = _common.transport_of(layers[0].token_dispatcher.ep_group, timeout_s)
-    launch.agree(ranks, lambda: _check_layers(layers, arrive))
+    agreement.make_on_all(ranks, lambda: _check_layers(layers, arrive))
     for layer in layers:
         replaced, config = layer.token_dispatcher, layer.config
         a2a = AllToAll(
@@ -148,9 +148,8 @@ class TokenDispatcher(MoETokenDispatcher):
             ValueError, TypeError, RuntimeError: on all ranks alike, as `AllToAll.dispatch`, or if
                 a token has more experts than the config says.
         """
-        arrive = self.a2a.arrive
         check_more = functools.partial(self._check, hidden_states, probs)
-        pending = self.a2a._dispatch(hidden_states, self.topk_idx, probs, False, arrive, check_more)
+        pending = self.a2a._dispatch(hidden_states, self.topk_idx, probs, check_more)
         self.dispatched: Dispatched | None = pending.wait()
         return self.dispatched.rows, self.dispatched.row_weights
 

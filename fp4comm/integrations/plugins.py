@@ -5,7 +5,7 @@ FP4COMM_WIRE names the wire format of dispatch: ``mxfp4``, ``mxfp8``, ``fp8`` or
 
 import os
 
-WIRE = "FP4COMM_WIRE"
+from fp4comm.integrations._common import WIRE
 
 
 def vllm() -> None:

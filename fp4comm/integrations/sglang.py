@@ -25,11 +25,10 @@ from typing import Any
 
 import torch
 
-from fp4comm import AllToAll, Precision, WireFormat, autograd, launch
+from fp4comm import AllToAll, Precision, WireFormat, agreement, autograd
 from fp4comm.dispatched import Handle
 from fp4comm.formats import FP8_BLOCK
-from fp4comm.integrations._common import transport_of
-from fp4comm.integrations.plugins import WIRE
+from fp4comm.integrations._common import WIRE, transport_of
 from fp4comm.routing import Placement
 
 try:
@@ -104,7 +103,7 @@ class Dispatcher(BaseDispatcher):
                 raise ValueError(f"params_dtype: expected bfloat16, got {params_dtype}")
             self._rows_arrive_as_fp8()
 
-        launch.agree(ranks, check_all)
+        agreement.make_on_all(ranks, check_all)
         self._a2a = AllToAll(
             ranks,
             num_experts=num_experts,
@@ -137,7 +136,7 @@ class Dispatcher(BaseDispatcher):
             autograd.check_inputs("packed", hidden_states, weights)
             self._rows_arrive_as_fp8()
 
-        d = self._a2a._dispatch(hidden_states, idx, weights, False, "packed", check_more).wait()
+        d = self._a2a._dispatch(hidden_states, idx, weights, check_more).wait()
         self._handle = d.handle
         packed = d.packed
         quantized = self._rows_arrive_as_fp8()
@@ -207,7 +206,7 @@ def make_dispatcher(runner_config: Any, wire: WireFormat | str, group: Any = Non
         _check_backend()
         return Precision(dispatch=WireFormat.of(wire, WIRE))
 
-    precision = launch.agree(ranks, check_all)
+    precision = agreement.make_on_all(ranks, check_all)
     return Dispatcher(
         ranks,
         num_experts=runner_config.num_experts,

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from fp4comm import launch
+from fp4comm import agreement
 from fp4comm.all_to_all import AllToAll
 from fp4comm.dispatched import Dispatched
 from fp4comm.integrations._common import transport_of
@@ -84,7 +84,7 @@ def shard_experts(
     """
     transport = transport_of(group, timeout_s)
     found = {name: m for name, m in model.named_modules() if _has_hook(m)}
-    shapes = launch.agree(transport, lambda: _check_model(model, found))
+    shapes = agreement.make_on_all(transport, lambda: _check_model(model, found))
     made = {
         (num_experts, hidden): AllToAll(
             transport,

@@ -32,11 +32,10 @@ from typing import Any
 
 import torch
 
-from fp4comm import AllToAll, Precision, WireFormat, autograd, launch
+from fp4comm import AllToAll, Precision, WireFormat, agreement, autograd
 from fp4comm.dispatched import Dispatched, Handle
 from fp4comm.formats import FP8_BLOCK
-from fp4comm.integrations._common import transport_of
-from fp4comm.integrations.plugins import WIRE
+from fp4comm.integrations._common import WIRE, transport_of
 from fp4comm.routing import NO_EXPERT, Placement
 from fp4comm.transport import Transport
 
@@ -85,7 +84,7 @@ class PrepareAndFinalize(FusedMoEPrepareAndFinalizeModular):
         """Check the config; then together with the other ranks."""
         super().__init__()
         self._ranks = ranks = transport_of(group)
-        launch.agree(ranks, lambda: _check_moe_config(moe_config, ranks))
+        agreement.make_on_all(ranks, lambda: _check_moe_config(moe_config, ranks))
         self._hidden = moe_config.hidden_dim
         self._num_ranks = ranks.num_ranks
         self._a2a = AllToAll(
@@ -137,7 +136,7 @@ class PrepareAndFinalize(FusedMoEPrepareAndFinalizeModular):
         Raises:
             ValueError: on all ranks alike, if those of one cannot.
         """
-        launch.agree(self._ranks, lambda: self._check_fused_experts(fused_experts))
+        agreement.make_on_all(self._ranks, lambda: self._check_fused_experts(fused_experts))
 
     def _check_fused_experts(self, fused_experts: mk.FusedMoEExperts) -> None:
         if fused_experts.supports_packed_ue8m0_act_scales():
@@ -217,7 +216,7 @@ class PrepareAndFinalize(FusedMoEPrepareAndFinalizeModular):
                     f" {topk_ids.shape[1]}"
                 )
 
-        pending = self._a2a._dispatch(a1, topk_ids, topk_weights, True, "packed", check_more)
+        pending = self._a2a._dispatch(a1, topk_ids, topk_weights, check_more, async_op=True)
 
         def receive() -> mk.PrepareResultType:
             d = pending.wait()
@@ -338,7 +337,7 @@ def make_prepare_finalize(
         return Precision(dispatch=WireFormat.of(wire, WIRE))
 
     ranks = transport_of(group)
-    return PrepareAndFinalize(ranks, moe_config, launch.agree(ranks, check_all))
+    return PrepareAndFinalize(ranks, moe_config, agreement.make_on_all(ranks, check_all))
 
 
 def install(wire: WireFormat | str) -> None:
