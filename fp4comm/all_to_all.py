@@ -214,7 +214,8 @@ class AllToAll(Caller):
         On the experts' rank the slots of a wire row are weighted and summed in float32, by
         ascending slot; the sum travels in the combine wire format; at the source the ranks' rows
         are summed in float32, by ascending rank, and rounded to BF16.  It is differentiable; the
-        gradient of y goes to the experts' ranks in the wire format combine_grad.
+        gradient of y goes to the experts' ranks in the wire format combine_grad.  Several combines
+        of one dispatch have to be made in the same order on all ranks, as nothing tells them apart.
 
         Args:
             expert_out: ``[M, hidden]`` bfloat16, what the experts made of the dispatched rows;

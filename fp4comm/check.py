@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import sys
 from typing import Any
 
 import torch
@@ -54,6 +55,8 @@ def seconds(name: str, value: float) -> float:
         raise TypeError(f"{name}: expected a number of seconds, got {type(value).__name__}")
     if not value > 0:
         raise ValueError(f"{name}: expected more than 0 seconds, got {value}")
+    if isinstance(value, int) and value > sys.float_info.max:
+        raise ValueError(f"{name}: expected what a float can hold, got {value.bit_length()} bits")
     return value
 
 

@@ -51,13 +51,14 @@ class LaunchedRankError(Exception):
 
 
 def launched_rank() -> int:
-    """Rank that the launcher gave this process, to decide who prints; 0 without one."""
-    return _first_number(RANK_VARIABLES, 0)
+    """Rank that the launcher gave this process, to decide who prints; 0 where it is alone."""
+    rank = _first_number(_torch_first("RANK", RANK_VARIABLES), 0)
+    return rank if launched_ranks() > 1 else 0
 
 
 def launched_ranks() -> int:
     """Processes that the launcher says it started; 1 without one."""
-    return _first_number(SIZE_VARIABLES, 1)
+    return _first_number(_torch_first("WORLD_SIZE", SIZE_VARIABLES), 1)
 
 
 def local_rank() -> int:
@@ -250,6 +251,13 @@ def _checked_number(variable: str, low: int, high: int) -> int:
 def _set_values(names: Sequence[str]) -> list[str]:
     """What these variables hold that are set."""
     return [os.environ[name] for name in names if os.environ.get(name)]
+
+
+def _torch_first(of_torch: str, names: Sequence[str]) -> Sequence[str]:
+    """Variables in the order in which they count: torchrun's first where it set all of its own."""
+    return (
+        (of_torch, *names) if len(_set_values(TORCH_VARIABLES)) == len(TORCH_VARIABLES) else names
+    )
 
 
 def _first_number(names: Sequence[str], otherwise: int) -> int:

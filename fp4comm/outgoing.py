@@ -30,7 +30,7 @@ def check_device(transport: Transport, name: str, device: torch.device) -> None:
         ValueError: the transport has another device, or no codec is for this one.
         RuntimeError: the transport cannot take them from a GPU, or not now.
     """
-    codec.of(device)  # there must be one
+    codec.of(device, name)  # there must be one
     expected = transport.device
     if expected is not None and device != expected:
         raise ValueError(

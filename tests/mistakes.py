@@ -166,6 +166,8 @@ OBJECT_MISTAKES = [
             "rank {r} of {n}: hidden: expected at most 2147483647, got"),
     Mistake("no time", option(timeout_s=0), ValueError,
             "rank {r} of {n}: timeout_s: expected more than 0 seconds, got 0"),
+    Mistake("no end", option(timeout_s=10**400), ValueError,
+            "rank {r} of {n}: timeout_s: expected what a float can hold, got 1329 bits"),
     Mistake("unknown route", option(route="three_hop"), ValueError,
             "rank {r} of {n}: route: expected one of flat, two_hop, auto, got 'three_hop'"),
     Mistake("nodes that do not divide", option(ranks_per_node=7), ValueError,
@@ -222,7 +224,7 @@ def check_order_of_objects(transport, a2a):
     """Layers called in another order on one rank: an error on all, not each other's rows."""
     rank, last = transport.rank, transport.num_ranks - 1
     in_use = "rank {r} of {n}: AllToAll object in use: expected the one as on rank 0, got another"
-    for kwargs in (GOOD, GOOD | {"num_experts": 200}, GOOD | {"num_experts": 3}):
+    for kwargs in (GOOD, GOOD | {"num_experts": 2000}, GOOD | {"num_experts": 3}):
         other = AllToAll(transport, **kwargs)
         used = other if rank == last else a2a
         mistake = Mistake(f"order, {kwargs}", None, ValueError, in_use)

@@ -27,16 +27,16 @@ from fp4comm import cuda_kernels
 IMPLEMENTATIONS = ("cpu", "cuda")
 
 
-def of(device: torch.device) -> Any:
-    """Return the implementation for tensors of `device`.
+def of(device: torch.device, name: str = "x") -> Any:
+    """Return the implementation for tensors of `device`, which error texts call ``name``.
 
     Raises:
         RuntimeError: there is none for that device, or what it needs is missing.
     """
     if device.type not in IMPLEMENTATIONS:
         raise RuntimeError(
-            f"x: expected a CPU or CUDA tensor, got one on {device} (codecs:"
-            f" {', '.join(IMPLEMENTATIONS)}; use x.cpu())"
+            f"{name}: expected a CPU or CUDA tensor, got one on {device} (codecs:"
+            f" {', '.join(IMPLEMENTATIONS)}; use {name}.cpu())"
         )
     return _load(device.type)
 

@@ -28,7 +28,8 @@ from fp4comm.transport._base import (
 )
 from fp4comm.transport._call import SAME_ORDER, Call, CallShape, splits_disagreement
 
-LAUNCHED = ("OMPI_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS")  # ranks that mpirun, srun started
+# Ranks that mpirun, srun or torchrun started.
+LAUNCHED = ("OMPI_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "WORLD_SIZE")
 TOLD_TAG = 0  # a peer tells of its failure, or that its process ends
 TAG_LABELS = 512  # a tag is the call's number and one of these: 1 for counts, else by label
 NUM_SPINS = 2000  # polls in vain that only yield the core; ranks may share it
