@@ -62,7 +62,7 @@ def steps(num_ranks: int, out: Path, train_s: float) -> Iterator[Step]:
     routings = {
         "uniform": ("--experts", "256", "--topk", "8"),
         "skewed": ("--experts", "256", "--topk", "8", "--skew", "1"),
-        "real": ("--routing", recorded),
+        "recorded": ("--routing", recorded),
     }
     for routing, options in routings.items():
         for hidden, tokens in SHAPES.items():
