@@ -17,7 +17,7 @@ from fp4comm.bench.cases import SWEPT, Case, cases_of, varying
 from fp4comm.bench.check import Checked, Checker, expert_outputs, sample
 from fp4comm.bench.environment import Environment, Place
 from fp4comm.bench.plain import plain_dispatch
-from fp4comm.bench.recorded import Recorded
+from fp4comm.bench.recorded import Recorded, read_routing
 from fp4comm.bench.report import Table, as_json
 from fp4comm.bench.workload import (
     Synthetic,
@@ -152,6 +152,12 @@ def test_values_that_are_the_same_are_one_case():
          r"layer0.safetensors: expected values in -1\.\.31 \(32 experts\), got 63"),
         ({"routing": DATA / "layer0.safetensors", "topk": [], "skew": ["1"]},
          "skew: expected none with this routing, got 1"),
+        ({"routing": DATA / "layer0.safetensors", "topk": [], "tokens": ["8,-1"]},
+         "tokens: expected 0..2147483647, got -1"),
+        ({"routing": DATA / "layer0.safetensors", "topk": [], "hidden": ["64,100"]},
+         "hidden: expected a multiple of 32"),
+        ({"routing": DATA / "layer0.safetensors", "topk": [], "seed": -1},
+         "seed: expected at least 0, got -1"),
         ({"routing": DATA / "layer0.safetensors", "data": (DATA / "layer0.safetensors",)},
          "routing: expected without data, which has its own, got both"),
     ],
@@ -276,6 +282,19 @@ def test_recorded_tokens_may_be_fewer_but_not_more():
         Recorded(files, num_ranks=3, tokens=342)
     with pytest.raises(ValueError, match=r"topk_idx: expected values in -1\.\.31"):
         Recorded(files, num_ranks=3, num_experts=32)
+
+
+def test_files_without_routing_are_named(tmp_path):
+    from safetensors.torch import save_file
+
+    save_file({"x": torch.zeros(3, 32)}, tmp_path / "x")
+    save_file({"topk_idx": torch.zeros(3, 2, dtype=torch.bfloat16)}, tmp_path / "floats")
+    (tmp_path / "empty.npy").touch()
+    for name in ("nothing", "x", "floats", "empty.npy"):
+        with pytest.raises(
+            ValueError, match=f"routing: expected a .npy or .* topk_idx, got .*{name}"
+        ):
+            read_routing(tmp_path / name)
 
 
 def test_files_that_are_no_data_are_named(tmp_path):
