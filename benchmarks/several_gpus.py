@@ -6,8 +6,9 @@
 First rounds, mistakes, streams and gradients on real ranks, byte for byte against the CPU; then the
 links, as `fp4comm bench --calibrate` finds them; dispatch and combine in every wire format against
 the plain all-to-all of BF16 rows, on uniform, skewed and recorded routing; what `fp4comm plan` says
-of the same; and the training of `train_moe.py`, as many steps with each wire as the first makes in
-the time it has.  A step that fails or takes too long does not keep the next from running.
+of the uniform ones (it takes --skew and --routing, and needs no GPU, for the others); and the
+training of `train_moe.py`, as many steps with each wire as the first makes in the time it has.  A
+step that fails or takes too long does not keep the next from running.
 
 --one-gpu lets the ranks share one GPU, by one_gpu.py, which takes --nccl.  NVLink's multicast stays
 off: fp4comm does not use it.
@@ -33,7 +34,7 @@ ROOT = HERE.parent
 NO_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
 FP4COMM, CUDA = ("-m", "fp4comm"), ("--device", "cuda")
 WIRES = "bf16,fp8,mxfp8,mxfp4"
-SHAPES = {"7168": "128,512,4096", "2048": "3072"}  # hidden: tokens, of top-8
+SHAPES = {"7168": "128,512,4096", "2048": "3072"}  # hidden: tokens of a rank
 POLICIES = "bf16,fp8,mxfp4"
 
 
@@ -62,7 +63,7 @@ def steps(num_ranks: int, out: Path, train_s: float) -> Iterator[Step]:
     routings = {
         "uniform": ("--experts", "256", "--topk", "8"),
         "skewed": ("--experts", "256", "--topk", "8", "--skew", "1"),
-        "real": ("--routing", recorded),
+        "recorded": ("--routing", recorded),
     }
     for routing, options in routings.items():
         for hidden, tokens in SHAPES.items():

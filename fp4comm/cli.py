@@ -19,11 +19,12 @@ from fp4comm.bench import report as bench_report
 from fp4comm.bench.calibrate import Calibration, calibrate
 from fp4comm.bench.cases import Case, cases_of
 from fp4comm.bench.environment import Environment
+from fp4comm.bench.recorded import Recorded
 from fp4comm.bench.rows import OVERLAP, Report
 from fp4comm.bench.run import measure_each
 from fp4comm.bench.settings import Settings
 from fp4comm.bench.wires import separated, wires_of
-from fp4comm.bench.workload import MOST_SKEW, Recorded
+from fp4comm.bench.workload import MOST_SKEW
 from fp4comm.formats import FORMATS
 from fp4comm.options import (
     OUTPUT,
@@ -134,7 +135,8 @@ def bench(context: click.Context, **options: Any) -> None:
 
     def settings() -> Settings:
         given = {name: options[name] for name in (*own, *RUN_SETTINGS)}
-        routes, also = separated(options["route"]) or ("flat",), separated(options["also"])
+        routes = separated(options["route"], str) or ("flat",)
+        also = separated(options["also"], str)
         if OVERLAP in also and options["device"] == "cpu":
             raise ValueError(
                 "also: expected overlap with device cuda alone, got cpu (there the exchange is over"

@@ -103,7 +103,7 @@ routing_option = click.option(  # likewise
     "--routing",
     type=click.Path(path_type=Path),
     metavar="FILE",
-    help="Real routing instead: topk_idx [T, K] in a .npy or safetensors file.",
+    help="Recorded routing instead: topk_idx [T, K] in a .npy or safetensors file.",
 )
 
 

@@ -17,9 +17,9 @@ from fp4comm.bench.cases import SWEPT, Case, cases_of, varying
 from fp4comm.bench.check import Checked, Checker, expert_outputs, sample
 from fp4comm.bench.environment import Environment, Place
 from fp4comm.bench.plain import plain_dispatch
+from fp4comm.bench.recorded import Recorded, read_routing
 from fp4comm.bench.report import Table, as_json
 from fp4comm.bench.workload import (
-    Recorded,
     Synthetic,
     balanced_experts,
     distinct_experts,
@@ -126,7 +126,7 @@ def test_every_combination_is_a_case_with_tokens_changing_fastest():
     assert [(c.sizes["topk"], c.sizes["tokens"]) for c in cases] == [(2, 8), (2, 1), (4, 8), (4, 1)]
     assert [c.workload.num_tokens for c in cases[:2]] == [[8, 8], [1, 1]]
     assert {(c.workload.hidden, c.workload.num_experts, c.workload.skew) for c in cases} == {
-        (64, 64, "0")
+        (64, 64, 0.0)
     }
     assert varying(cases) == ["topk", "tokens"]
 
@@ -134,7 +134,7 @@ def test_every_combination_is_a_case_with_tokens_changing_fastest():
 def test_values_that_are_the_same_are_one_case():
     same = {"tokens": ["8,08", "+8"], "topk": ["2,2"], "skew": ["0,0.0", "balanced,-0,balanced"]}
     cases = cases_of(SIZES | same, num_ranks=2)
-    assert [case.sizes["skew"] for case in cases] == ["0", "balanced"]
+    assert [case.sizes["skew"] for case in cases] == [0.0, "balanced"]
 
 
 @pytest.mark.parametrize(
@@ -149,9 +149,15 @@ def test_values_that_are_the_same_are_one_case():
         ({"routing": DATA / "layer0.safetensors", "topk": ["8,2"]},
          "topk: expected 8 with this routing, got 2"),
         ({"routing": DATA / "layer0.safetensors", "topk": [], "experts": ["64,32"]},
-         r"routing: expected values in -1\.\.31 \(32 experts\), got 63"),
+         r"layer0.safetensors: expected values in -1\.\.31 \(32 experts\), got 63"),
         ({"routing": DATA / "layer0.safetensors", "topk": [], "skew": ["1"]},
          "skew: expected none with this routing, got 1"),
+        ({"routing": DATA / "layer0.safetensors", "topk": [], "tokens": ["8,-1"]},
+         "tokens: expected 0..2147483647, got -1"),
+        ({"routing": DATA / "layer0.safetensors", "topk": [], "hidden": ["64,100"]},
+         "hidden: expected a multiple of 32"),
+        ({"routing": DATA / "layer0.safetensors", "topk": [], "seed": -1},
+         "seed: expected at least 0, got -1"),
         ({"routing": DATA / "layer0.safetensors", "data": (DATA / "layer0.safetensors",)},
          "routing: expected without data, which has its own, got both"),
     ],
@@ -168,7 +174,7 @@ def test_recorded_data_may_be_cut_in_several_ways():
     assert [case.workload.num_tokens for case in cases] == [[4, 4], [2, 2]]
 
 
-def test_real_routing_goes_round_and_round_over_the_ranks():
+def test_recorded_routing_goes_round_and_round_over_the_ranks():
     of_case = {"routing": DATA / "layer1.safetensors", "topk": [], "tokens": ["700"]}
     [case] = cases_of({**SIZES, **of_case}, num_ranks=2)
     work, recorded = case.workload, Recorded([DATA / "layer1.safetensors"], num_ranks=1)
@@ -177,6 +183,16 @@ def test_real_routing_goes_round_and_round_over_the_ranks():
     assert np.array_equal(idx[:1024], recorded.routing(0)[0])
     assert np.array_equal(idx[1024:], idx[: 1400 - 1024])
     assert work.rows(1, np.array([0, 699])).shape == (2, 64)
+
+
+def test_recorded_routing_may_be_all_that_dispatch_takes(tmp_path):
+    """An expert twice in a token, fewer experts than top-k, no expert."""
+    file = tmp_path / "topk.npy"
+    np.save(file, np.array([[0, 0], [0, -1], [-1, -1], [0, 0]]))
+    [case] = cases_of({**SIZES, "routing": file, "topk": [], "tokens": ["3"]}, num_ranks=2)
+    assert case.workload.num_experts == 1
+    for report in measure(case.workload, wires=("bf16", "mxfp4"), arrive="bf16", check_all=True):
+        assert report.num_wrong == 0
 
 
 # Generators
@@ -266,6 +282,19 @@ def test_recorded_tokens_may_be_fewer_but_not_more():
         Recorded(files, num_ranks=3, tokens=342)
     with pytest.raises(ValueError, match=r"topk_idx: expected values in -1\.\.31"):
         Recorded(files, num_ranks=3, num_experts=32)
+
+
+def test_files_without_routing_are_named(tmp_path):
+    from safetensors.torch import save_file
+
+    save_file({"x": torch.zeros(3, 32)}, tmp_path / "x")
+    save_file({"topk_idx": torch.zeros(3, 2, dtype=torch.bfloat16)}, tmp_path / "floats")
+    (tmp_path / "empty.npy").touch()
+    for name in ("nothing", "x", "floats", "empty.npy"):
+        with pytest.raises(
+            ValueError, match=f"routing: expected a .npy or .* topk_idx, got .*{name}"
+        ):
+            read_routing(tmp_path / name)
 
 
 def test_files_that_are_no_data_are_named(tmp_path):

@@ -107,8 +107,9 @@ def test_several_sizes_are_cases_in_one_table(tmp_path):
     assert "contents of 192 of 192 tokens" in result.output
     assert result.output.splitlines()[-1] == "# wrong rows: 0 OK"
     contents = json.loads(file.read_text())
+    skews = {"0": 0.0, "balanced": "balanced"}
     assert [[c["tokens"][0], c["topk"], c["arguments"]["skew"]] for c in contents] == [
-        [int(t), int(k), s] for t, k, s in cases
+        [int(t), int(k), skews[s]] for t, k, s in cases
     ]
     assert [c["arguments"]["topk"] for c in contents] == [3, 3, 2, 2]
 

@@ -1,4 +1,4 @@
-"""Documents: links lead somewhere, named files are there, no room and no result is left out."""
+"""Documents: links lead somewhere, named files are there, no room, result or test is left out."""
 
 import fnmatch
 import json
@@ -64,8 +64,16 @@ def test_files_that_are_named_are_there(document):
 
 
 def test_measurements_say_where_each_result_is_from():
-    named = {*code(prose(MEASUREMENTS)), *(link.split("/")[-1] for link in links(MEASUREMENTS))}
+    """In the second column of its table; a picture by the result that it is drawn from."""
+    table = MEASUREMENTS.read_text().split("\n| section | result files |\n")[1].split("\n\n")[0]
+    named = code("\n".join(line.split(" | ")[1] for line in table.splitlines()[1:]))
     for file in RESULTS.iterdir():
+        assert any(fnmatch.fnmatch(f"{file.stem}.json", name) for name in named), file.name
+
+
+def test_the_list_of_tests_names_each_file():
+    named = code((ROOT / "tests" / "README.md").read_text())
+    for file in (ROOT / "tests").glob("test_*.py"):
         assert any(fnmatch.fnmatch(file.name, pattern) for pattern in named), file.name
 
 

@@ -473,7 +473,7 @@ def test_plan_says_when_fp4_does_not_pay():
     assert "two_hop" not in result.output
 
 
-def test_plan_takes_real_routing(tmp_path):
+def test_plan_takes_recorded_routing(tmp_path):
     data = ranks.ROOT / "tests" / "data" / "layer0.safetensors"
     result = run("plan", "--topology", "cpu-1g", "--nodes", 4, "--ranks-per-node", 1,
                  "--routing", data, "--hidden", 1024, "--tokens", 768)  # fmt: skip
@@ -483,7 +483,7 @@ def test_plan_takes_real_routing(tmp_path):
     np.save(file, np.array([[0, 9], [3, -1]]))
     result = run("plan", "--topology", "cpu-1g", "--routing", file, "--experts", 8)
     assert result.exit_code == 2
-    assert "routing: expected values in -1..7 (8 experts), got 9" in result.output
+    assert "topk.npy: expected values in -1..7 (8 experts), got 9" in result.output
     np.save(file, np.ones((3, 2)))
     result = run("plan", "--topology", "cpu-1g", "--routing", file)
     assert "expected topk_idx of integers [T, K], got float64 [3, 2]" in result.output

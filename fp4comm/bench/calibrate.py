@@ -14,7 +14,7 @@ from collections.abc import Callable
 import numpy as np
 
 from fp4comm.bench.kernels import Kernels
-from fp4comm.bench.meter import TINY_BYTES, TINY_REPEATS, Meter
+from fp4comm.bench.meter import Meter
 from fp4comm.bench.run import COMPILING, compile_first
 from fp4comm.bench.settings import Settings
 from fp4comm.formats import FORMATS
@@ -123,13 +123,13 @@ def _link(
     Args:
         meter: to measure with.
         pairs: latency and bandwidth of each pair.
-        peers: ``[num_ranks, num_ranks]``.
+        peers: ``[num_ranks, num_ranks]`` bool.
         ranks: that share what is measured.
     """
     own = [measured for pair, measured in pairs.items() if peers[pair]]
     latency_us = statistics.median(us for us, _ in own)
     most = int(peers.sum(axis=1).max())
-    tiny_us = meter.exchange_us(peers, TINY_BYTES, STREAMS, TINY_REPEATS)
+    tiny_us = meter.tiny_us(peers, STREAMS)
     messages = STREAMS * most - 1
     message_us = max(tiny_us - latency_us, 0.0) / messages
     return LinkTimes(

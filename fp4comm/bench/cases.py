@@ -8,11 +8,11 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
+from fp4comm.bench.recorded import Recorded, RecordedRouting, check_found
 from fp4comm.bench.wires import separated
-from fp4comm.bench.workload import RealRouting, Recorded, Synthetic, Workload, skew_value
+from fp4comm.bench.workload import UNIFORM, Synthetic, Workload, skew_value
 
 SYNTHETIC = {"tokens": 1024, "hidden": 2048, "experts": 64, "topk": 8}  # defaults without --data
-UNIFORM = "0"  # default of skew
 SWEPT = ("hidden", "experts", "topk", "skew", "tokens")  # the last one changes fastest
 
 
@@ -21,12 +21,17 @@ class Case:
     """One set of inputs.
 
     Attributes:
-        sizes: by option, as given; None where it was not.
+        sizes: by option; None where it was not given.
         workload: made of them.
     """
 
     sizes: dict[str, Any]
     workload: Workload
+
+    def written(self, name: str) -> str:
+        """Write one of the sizes: 1 for 1.0."""
+        value = self.sizes[name]
+        return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def cases_of(options: dict[str, Any], num_ranks: int) -> list[Case]:
@@ -52,8 +57,7 @@ def varying(cases: Sequence[Case]) -> list[str]:
 def _values(name: str, texts: Sequence[str]) -> Sequence[Any]:
     if name == "skew":
         return separated(texts, skew_value) or (UNIFORM,)
-    whole = functools.partial(_whole, name)
-    return [whole(text) for text in separated(texts, whole)] or [None]
+    return separated(texts, functools.partial(_whole, name)) or (None,)
 
 
 def _whole(name: str, text: str) -> int:
@@ -66,7 +70,7 @@ def _whole(name: str, text: str) -> int:
 def _workload(options: dict[str, Any], num_ranks: int) -> Workload:
     """Make the inputs that the options of one case name."""
     if options["routing"]:
-        return _real_routing(options, num_ranks)
+        return _recorded_routing(options, num_ranks)
     if not options["data"]:
         sizes = {n: v if options[n] is None else options[n] for n, v in SYNTHETIC.items()}
         tokens, hidden, num_experts, num_topk = sizes.values()
@@ -74,25 +78,17 @@ def _workload(options: dict[str, Any], num_ranks: int) -> Workload:
         return Synthetic(num_ranks, tokens, hidden, num_experts, num_topk, skew, seed)
     recorded = Recorded(options["data"], num_ranks, options["experts"], options["tokens"])
     found = {"hidden": recorded.hidden, "topk": recorded.num_topk, "skew": "none", "seed": "none"}
-    _check_found(options, found, "data")
+    check_found(options, found, "data")
     return recorded
 
 
-def _real_routing(options: dict[str, Any], num_ranks: int) -> RealRouting:
+def _recorded_routing(options: dict[str, Any], num_ranks: int) -> RecordedRouting:
     if options["data"]:
         raise ValueError("routing: expected without data, which has its own, got both")
     tokens, hidden = (
         SYNTHETIC[name] if options[name] is None else options[name] for name in ("tokens", "hidden")
     )
     sizes = num_ranks, tokens, hidden, options["experts"], options["seed"]
-    made = RealRouting(options["routing"], *sizes)
-    _check_found(options, {"topk": made.num_topk, "skew": "none"}, "routing")
+    made = RecordedRouting(options["routing"], *sizes)
+    check_found(options, {"topk": made.num_topk, "skew": "none"}, "routing")
     return made
-
-
-def _check_found(options: dict[str, Any], found: dict[str, Any], source: str) -> None:
-    """Refuse other values than what a file has."""
-    defaults = {"skew": UNIFORM, "seed": 0}
-    for name, value in found.items():
-        if options[name] not in (defaults.get(name), value):
-            raise ValueError(f"{name}: expected {value} with this {source}, got {options[name]}")

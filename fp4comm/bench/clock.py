@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from fp4comm.transport import Transport
+from fp4comm.transport import Transport, lent
 
 Result = TypeVar("Result")
 
@@ -32,8 +32,8 @@ class Stopwatch:
     def time(self, call: Callable[[], Result]) -> tuple[Result, int]:
         """Run a call; return its result and nanoseconds."""
         self._synchronize()
-        self._transport.phase = "benchmark barrier"
-        gather(self._transport, [0])
+        with lent(self._transport, "benchmark barrier", self._transport.timeout_s):
+            gather(self._transport, [0])
         start = time.perf_counter_ns()
         result = call()
         self._synchronize()

@@ -1,12 +1,14 @@
 """Timing exchanges and copies on all ranks, as `fp4comm.bench.calibrate` needs them; collective.
 
 Of large exchanges and copies the fastest of some repeats counts, and of tiny ones the median: what
-else runs on the machine is not its own.
+else runs on the machine is not its own.  Peers are ``[num_ranks, num_ranks]`` bool, by sender and
+receiver; GB/s = 10^9 B/s, each way.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,7 +16,7 @@ import torch
 from fp4comm.agreement import message_words
 from fp4comm.bench.clock import Stopwatch
 from fp4comm.bench.operations import current_device
-from fp4comm.transport import Transport
+from fp4comm.transport import Transport, lent
 
 TINY_BYTES = 64  # of a row that measures latency
 TARGET_S = 0.4  # that the larger of two exchanges should take: shaped links let bursts pass
@@ -24,6 +26,8 @@ FIRST_BYTES, MOST_BYTES = 1 << 18, 1 << 26  # of a rank in one exchange
 COPY_BYTES = 1 << 26
 REPEATS = 5
 TINY_REPEATS = 21
+
+Pick = Callable[..., Any]  # of the samples along an axis: np.min or np.median
 
 
 class Meter:
@@ -35,29 +39,43 @@ class Meter:
         self._device = current_device(device)
         self._stopwatch = Stopwatch(transport, device)
 
-    def slowest_us(self, call: Callable[[], object], repeats: int) -> float:
-        """Time of the slowest rank in us: median of `TINY_REPEATS`, else the fastest of all."""
-        return float(_typical(self._stopwatch.samples_us(call, repeats).max(axis=0)))
+    def slowest_us(self, call: Callable[[], object], repeats: int, pick: Pick = np.min) -> float:
+        """Pick one of the times of the slowest rank in each repeat, us."""
+        return float(pick(self._samples_us(call, repeats).max(axis=0)))
+
+    def _samples_us(self, call: Callable[[], object], repeats: int) -> np.ndarray:
+        with lent(self._transport, "calibration", self._transport.timeout_s):
+            return self._stopwatch.samples_us(call, repeats)
 
     def copy_gbs(self) -> float:
-        """Copy of memory on all ranks at once: of the slowest, read plus write."""
+        """Copy of memory on all ranks at once, GB/s of the slowest: read plus write."""
         source = torch.ones(COPY_BYTES, dtype=torch.uint8, device=self._device)
         target = torch.empty_like(source)
         return 2 * COPY_BYTES / self.slowest_us(lambda: target.copy_(source), REPEATS) / 1e3
 
     def counts_us(self) -> float:
-        """The exchange of counts."""
+        """Time of the exchange of counts in us."""
         num_ranks = self._transport.num_ranks
         counts = np.zeros((num_ranks, message_words(num_ranks)), np.int64)
-        return self.slowest_us(lambda: self._transport.exchange_counts(counts), TINY_REPEATS)
+        exchange = lambda: self._transport.exchange_counts(counts)  # noqa: E731
+        return self.slowest_us(exchange, TINY_REPEATS, np.median)
 
-    def exchange_us(
-        self, peers: np.ndarray, num_bytes: int, streams: int = 1, repeats: int = REPEATS
-    ) -> float:
-        """One exchange: i sends num_bytes to each j with peers[i, j], in each stream."""
-        return self.slowest_us(self._exchange(peers, num_bytes, streams), repeats)
+    def large_us(self, peers: np.ndarray, num_bytes: int, repeats: int | None = None) -> float:
+        """Time of one exchange in us, the fastest of `REPEATS` or of as many as given.
 
-    def _exchange(self, peers: np.ndarray, num_bytes: int, streams: int = 1) -> Callable[[], None]:
+        Rank i sends num_bytes to each j with peers[i, j].
+        """
+        repeats = REPEATS if repeats is None else repeats
+        return self.slowest_us(self._exchange(peers, num_bytes), repeats)
+
+    def tiny_us(self, peers: np.ndarray, streams: int) -> float:
+        """Median time of such an exchange of `TINY_BYTES` in each stream, in us."""
+        exchange = self._exchange(peers, TINY_BYTES, streams)
+        return self.slowest_us(exchange, TINY_REPEATS, np.median)
+
+    def _exchange(
+        self, peers: np.ndarray, num_bytes: int, streams: int = 1
+    ) -> Callable[[], object]:
         rank = self._transport.rank
         splits = peers[rank].astype(np.int64), peers[:, rank].astype(np.int64)
         sends, recvs = (
@@ -67,32 +85,27 @@ class Meter:
             ]
             for rows in splits
         )
-
-        def call() -> None:
-            self._transport.phase = "calibration"
-            self._transport.exchange(sends, splits[0], recvs, splits[1])
-
-        return call
+        return lambda: self._transport.exchange(sends, splits[0], recvs, splits[1])
 
     def slope_gbs(self, peers: np.ndarray) -> float:
-        """Bytes more of the busiest rank over the time that they take more."""
+        """Bytes more of the busiest rank over the time that they take more, GB/s."""
         most = int(peers.sum(axis=1).max())
         large = self._large_bytes(peers, most, TARGET_S)
-        small_us, large_us = (self.exchange_us(peers, n) for n in (large // STEP, large))
+        small_us, large_us = (self.large_us(peers, n) for n in (large // STEP, large))
         more = most * (large - large // STEP)
         return more / max(large_us - small_us, 1e-3) / 1e3
 
     def _large_bytes(self, peers: np.ndarray, most: int, target_s: float) -> int:
-        """Size for each peer by which an exchange takes about target_s."""
+        """Bytes for each of `most` peers at most, by which an exchange takes about target_s."""
         num_bytes = max(FIRST_BYTES // most, STEP)
         while num_bytes * most < MOST_BYTES:
-            if self.exchange_us(peers, num_bytes, repeats=1) > target_s * 1e6 / 2:
+            if self.large_us(peers, num_bytes, repeats=1) > target_s * 1e6 / 2:
                 break
             num_bytes *= 2
         return num_bytes
 
     def one_pair_gbs(self, first: int, second: int) -> float:
-        """Bandwidth of one pair while all others rest."""
+        """Bandwidth of one pair in GB/s while all others rest."""
         peers = np.zeros((self._transport.num_ranks,) * 2, bool)
         peers[first, second] = peers[second, first] = True
         return self.slope_gbs(peers)
@@ -106,11 +119,11 @@ class Meter:
                 peers[pair] = peers[pair[::-1]] = True
             large = self._large_bytes(peers, 1, PAIR_TARGET_S)
             us = [  # of each rank
-                _typical(self._stopwatch.samples_us(self._exchange(peers, num_bytes), repeats))
-                for num_bytes, repeats in (
-                    (TINY_BYTES, TINY_REPEATS),
-                    (large // STEP, REPEATS),
-                    (large, REPEATS),
+                pick(self._samples_us(self._exchange(peers, num_bytes), repeats), axis=1)
+                for num_bytes, repeats, pick in (
+                    (TINY_BYTES, TINY_REPEATS, np.median),
+                    (large // STEP, REPEATS, np.min),
+                    (large, REPEATS, np.min),
                 )
             ]
             for i, j in round_:
@@ -118,12 +131,6 @@ class Meter:
                 more = large - large // STEP
                 found[i, j] = found[j, i] = tiny, more / max(whole - small, 1e-3) / 1e3
         return found
-
-
-def _typical(samples_us: np.ndarray) -> np.ndarray:
-    """The median along the last axis if there are many samples, else the least."""
-    pick = np.median if samples_us.shape[-1] >= TINY_REPEATS else np.min
-    return np.asarray(pick(samples_us, axis=-1))
 
 
 def rounds(num_ranks: int) -> Iterator[list[tuple[int, int]]]:

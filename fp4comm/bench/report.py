@@ -103,7 +103,7 @@ COLUMNS: tuple[Column, ...] = (
     ("hidden", "", 6, lambda row, report, _: str(report.hidden)),
     ("experts", "", 7, lambda row, report, _: str(report.num_experts)),
     ("topk", "", 4, lambda row, report, _: str(report.num_topk)),
-    ("skew", "", 8, lambda row, report, case: str(case.sizes["skew"])),
+    ("skew", "", 8, lambda row, report, case: case.written("skew")),
     ("wire rows", "(rows)", 9, lambda row, *_: str(row.wire_rows.sent)),
     ("wire B", "(B)", 11, lambda row, *_: str(row.wire_bytes.sent)),
     ("between B", "(B)", 11, lambda row, *_: str(row.between_bytes)),
@@ -196,7 +196,7 @@ class Table:
 
     def _name(self, case: Case) -> str:
         """Say what tells a case from the others."""
-        return "".join(f", {name} {case.sizes[name]}" for name in varying(self._cases))
+        return "".join(f", {name} {case.written(name)}" for name in varying(self._cases))
 
 
 def _checked_lines(reports: Sequence[Report]) -> list[str]:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import TypeVar
 
 from fp4comm import check
 from fp4comm.all_to_all import ARRIVALS
 from fp4comm.formats import FORMATS, WireFormat
+
+Value = TypeVar("Value")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,26 +41,22 @@ class Wires:
         return WireFormat.of(wire if self.combine == "same" else self.combine, "combine")
 
 
-def separated(texts: Iterable[str], value: Callable[[str], Any] = str) -> tuple[str, ...]:
+def separated(texts: Iterable[str], value: Callable[[str], Value]) -> tuple[Value, ...]:
     """Take the values of an option that may be repeated or hold several between commas; each once.
 
     Args:
         texts: as they were given.
-        value: what one stands for; of those that stand for the same the first is taken.
+        value: makes one of a text.
 
     Example:
-        >>> separated(["bf16,fp8", "mxfp4", "fp8"])
+        >>> separated(["bf16,fp8", "mxfp4", "fp8"], str)
         ('bf16', 'fp8', 'mxfp4')
         >>> separated(["128,0128"], int)
-        ('128',)
+        (128,)
     """
-    found: dict[Any, str] = {}
-    for text in texts:
-        for part in text.split(","):
-            found.setdefault(value(part), part)
-    return tuple(found.values())
+    return tuple(dict.fromkeys(value(part) for text in texts for part in text.split(",")))
 
 
 def wires_of(texts: Iterable[str]) -> tuple[str, ...]:
     """Take the values of ``--wire``; all wire formats if there are none."""
-    return separated(texts) or tuple(FORMATS)
+    return separated(texts, str) or tuple(FORMATS)

@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from fp4comm import check
+from fp4comm.bench.recorded import check_found, read_routing
 from fp4comm.bench.rows import speedup
 from fp4comm.bench.wires import Wires, wires_of
-from fp4comm.bench.workload import Synthetic, read_routing
+from fp4comm.bench.workload import Synthetic, skew_value
 from fp4comm.formats import WireFormat
 from fp4comm.predict import spread, times
 from fp4comm.predict.loads import ROUTES
@@ -127,15 +128,8 @@ def _spread_of(options: dict[str, Any], places: Places) -> tuple[Spread, int]:
         workload = Synthetic(places.num_ranks, *sizes, options["skew"], options["seed"])
         return spread.synthetic(workload, places, options["node_limit"]), num_topk
     topk_idx, num_experts = read_routing(Path(file), num_experts)
-    for name, found, default in (
-        ("topk", topk_idx.shape[1], None),
-        ("skew", "none", "0"),
-        ("node-limit", "none", None),
-        ("seed", "none", 0),
-    ):
-        got = options[name.replace("-", "_")]
-        if got not in (default, found):
-            raise ValueError(f"{name}: expected {found} with this routing, got {got}")
+    found = {"topk": topk_idx.shape[1], "skew": "none", "node_limit": "none", "seed": "none"}
+    check_found({**options, "skew": skew_value(options["skew"])}, found, "routing")
     check.local_experts("experts", num_experts, places.num_ranks)
     placement = Placement(num_experts, places.num_ranks)
     return spread.of_experts(topk_idx, placement, places, file.name), topk_idx.shape[1]
