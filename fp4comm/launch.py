@@ -63,7 +63,7 @@ def launched_ranks() -> int:
 
 def local_rank() -> int:
     """Rank among those of this machine; the rank itself where no launcher says."""
-    return _first_number(LOCAL_RANK_VARIABLES, launched_rank())
+    return _first_number((*LOCAL_RANK_VARIABLES, *_torch_first("RANK", RANK_VARIABLES)), 0)
 
 
 def choose(name: str, device: str = "cpu") -> str:
