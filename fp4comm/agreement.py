@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import zlib
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -155,6 +156,26 @@ def make_on_all(transport: Transport, make: Callable[[], Made]) -> Made:
     with lent(transport, "arguments", transport.timeout_s):
         agree(transport, Fingerprint(COMMAND), nothing, failure)
     return made  # type: ignore[return-value]  # else agree has raised
+
+
+def compare(transport: Transport, values: dict[str, Any]) -> None:
+    """Refuse values that are not the same on all ranks, all of them with the same names.
+
+    Raises:
+        ValueError: on all ranks alike, naming the first that differs.
+    """
+    hashes = [zlib.crc32(repr(value).encode()) for value in values.values()]
+    with lent(transport, "arguments", transport.timeout_s):
+        told = transport.exchange_counts(np.tile(np.array(hashes), (transport.num_ranks, 1)))
+        differs = told != told[0]
+        if not differs.any():
+            return
+        column = int(np.flatnonzero(differs.any(axis=0))[0])
+        rank = int(np.flatnonzero(differs[:, column])[0])
+        name, value = list(values.items())[column]
+        said = texts(transport, str(value))
+    text = f"{name}: expected {said[0]} as on rank 0, got {said[rank]}"
+    raise ValueError(on_rank(rank, transport.num_ranks, text))
 
 
 def texts(transport: Transport, text: str) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import sys
+import zlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -303,6 +304,22 @@ class View(Protocol):
         ...
 
 
+def comparable(options: dict[str, Any]) -> dict[str, Any]:
+    """Options that have to be the same on all ranks, files by name and content."""
+    return {name: _content(value) for name, value in options.items() if name != "json_file"}
+
+
+def _content(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return ",".join(str(_content(part)) for part in value)
+    if not isinstance(value, Path):
+        return value
+    try:
+        return f"{value.name} with CRC-32 {zlib.crc32(value.read_bytes()):08x}"
+    except OSError:  # reading it for its contents says so
+        return str(value)
+
+
 def _run(
     context: click.Context,
     default_ranks: int,
@@ -315,6 +332,7 @@ def _run(
     name = str(context.info_name)
 
     def on_rank(group: Transport) -> list[Report]:
+        agreement.compare(group, comparable(options))
         settings, cases = agreement.make_on_all(
             group, lambda: (settings_of(), cases_of(group.num_ranks))
         )

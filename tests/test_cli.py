@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import ranks
 import torch
@@ -19,7 +20,7 @@ from fp4comm.bench import check as bench_check
 from fp4comm.bench.environment import Environment, Place
 from fp4comm.bench.report import header_lines
 from fp4comm.bench.settings import Settings
-from fp4comm.cli import DEMO_FILES
+from fp4comm.cli import DEMO_FILES, comparable
 
 SCRIPT = Path(__file__).resolve().parent / "run_cli.py"
 DATA = Path(__file__).resolve().parent / "data" / "layer0.safetensors"
@@ -462,6 +463,33 @@ def test_under_mpirun_one_rank_tells_and_none_hangs(arguments, text):
     assert done.returncode == 2, done.stdout
     assert text in done.stdout
     assert done.stdout.count("Error: ") == 1, done.stdout
+
+
+def test_another_size_on_one_rank_is_no_wrong_row(tmp_path):
+    script = tmp_path / "bench.py"
+    script.write_text(
+        "import os, sys\n"
+        "from fp4comm.cli import main\n"
+        "sys.argv += ['--tokens', str(8 + int(os.environ['OMPI_COMM_WORLD_RANK']))]\n"
+        "main()\n"
+    )
+    done = ranks.mpirun(2, script, "bench", "--hidden", "64", "--experts", "4", "--topk", "2")
+    assert done.returncode == 2, done.stdout
+    text = "Error: rank 1 of 2: tokens: expected 8 as on rank 0, got 9"
+    assert done.stdout.count("Error: ") == done.stdout.count(text) == 1, done.stdout
+
+
+def test_another_file_on_one_rank_is_named(tmp_path):
+    for rank in range(2):
+        (tmp_path / str(rank)).mkdir()
+        np.save(tmp_path / str(rank) / "topk.npy", np.full((3, 2), rank))
+
+    def on_rank(t):
+        file = tmp_path / str(t.rank) / "topk.npy"
+        agreement.compare(t, comparable({"seed": 3, "json_file": t.rank, "routing": file}))
+
+    with pytest.raises(ValueError, match="rank 1 of 2: routing: expected topk.npy with CRC-32"):
+        transport.run_local(2, on_rank)
 
 
 @pytest.mark.parametrize(
