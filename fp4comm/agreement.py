@@ -158,7 +158,7 @@ def make_on_all(transport: Transport, make: Callable[[], Made]) -> Made:
     return made  # type: ignore[return-value]  # else agree has raised
 
 
-def compare(transport: Transport, values: dict[str, Any]) -> None:
+def same_on_all(transport: Transport, values: dict[str, Any]) -> None:
     """Refuse values that are not the same on all ranks, all of them with the same names.
 
     Raises:
@@ -167,11 +167,10 @@ def compare(transport: Transport, values: dict[str, Any]) -> None:
     hashes = [zlib.crc32(repr(value).encode()) for value in values.values()]
     with lent(transport, "arguments", transport.timeout_s):
         told = transport.exchange_counts(np.tile(np.array(hashes), (transport.num_ranks, 1)))
-        differs = told != told[0]
-        if not differs.any():
+        found = _first_difference(told)
+        if found is None:
             return
-        column = int(np.flatnonzero(differs.any(axis=0))[0])
-        rank = int(np.flatnonzero(differs[:, column])[0])
+        rank, column = found
         name, value = list(values.items())[column]
         said = texts(transport, str(value))
     text = f"{name}: expected {said[0]} as on rank 0, got {said[rank]}"
@@ -216,13 +215,21 @@ def _raise_first_failure(
     raise ERROR_TYPES[int(statuses[rank]) - 1](text) from failure
 
 
+def _first_difference(told: np.ndarray) -> tuple[int, int] | None:
+    """Return rank and column of the first that is not as on rank 0, of ``[num_ranks, k]``."""
+    differs = told != told[0]
+    if not differs.any():
+        return None
+    column = int(np.flatnonzero(differs.any(axis=0))[0])
+    return int(np.flatnonzero(differs[:, column])[0]), column
+
+
 def _compare(fingerprints: np.ndarray) -> None:
     """Raise the same error on all ranks if any fingerprint differs from rank 0's."""
-    differs = fingerprints != fingerprints[0]
-    if not differs.any():
+    found = _first_difference(fingerprints)
+    if found is None:
         return
-    column = int(np.flatnonzero(differs.any(axis=0))[0])
-    rank = int(np.flatnonzero(differs[:, column])[0])
+    rank, column = found
     field = FINGERPRINT_FIELDS[column]
     expected, got = (_word(field, int(fingerprints[r, column])) for r in (0, rank))
     if field in ("all_to_all", "history", "nodes"):  # a number means nothing to a reader

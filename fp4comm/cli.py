@@ -332,7 +332,7 @@ def _run(
     name = str(context.info_name)
 
     def on_rank(group: Transport) -> list[Report]:
-        agreement.compare(group, comparable(options))
+        agreement.same_on_all(group, comparable(options))
         settings, cases = agreement.make_on_all(
             group, lambda: (settings_of(), cases_of(group.num_ranks))
         )

@@ -255,9 +255,8 @@ def _set_values(names: Sequence[str]) -> list[str]:
 
 def _torch_first(of_torch: str, names: Sequence[str]) -> Sequence[str]:
     """Variables in the order in which they count: torchrun's first where it set all of its own."""
-    return (
-        (of_torch, *names) if len(_set_values(TORCH_VARIABLES)) == len(TORCH_VARIABLES) else names
-    )
+    is_torchs = len(_set_values(TORCH_VARIABLES)) == len(TORCH_VARIABLES)
+    return (of_torch, *names) if is_torchs else names
 
 
 def _first_number(names: Sequence[str], otherwise: int) -> int:

@@ -394,6 +394,17 @@ def test_a_rank_gets_the_gpu_of_its_place_on_its_machine(monkeypatch):
     assert chosen == [2, 3]
 
 
+def test_a_rank_alone_prints_and_torchrun_counts_before_the_mpi_around_it(monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    assert (launch.launched_rank(), launch.launched_ranks()) == (0, 1)
+    monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "1")
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
+    assert (launch.launched_rank(), launch.launched_ranks()) == (1, 2)
+    for name, value in (("RANK", 3), ("WORLD_SIZE", 8), ("MASTER_ADDR", "a"), ("MASTER_PORT", 1)):
+        monkeypatch.setenv(name, str(value))
+    assert (launch.launched_rank(), launch.launched_ranks(), launch.local_rank()) == (3, 8, 3)
+
+
 def test_a_rank_without_a_launchers_word_takes_its_own_number(monkeypatch):
     assert launch.local_rank() == 0
     monkeypatch.setenv("PMI_RANK", "5")
@@ -486,7 +497,7 @@ def test_another_file_on_one_rank_is_named(tmp_path):
 
     def on_rank(t):
         file = tmp_path / str(t.rank) / "topk.npy"
-        agreement.compare(t, comparable({"seed": 3, "json_file": t.rank, "routing": file}))
+        agreement.same_on_all(t, comparable({"seed": 3, "json_file": t.rank, "routing": file}))
 
     with pytest.raises(ValueError, match="rank 1 of 2: routing: expected topk.npy with CRC-32"):
         transport.run_local(2, on_rank)

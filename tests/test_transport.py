@@ -311,11 +311,12 @@ def test_missing_mpi_says_what_to_install_and_why(tmp_path, error, text):
     assert said == [want, want, "1"]
 
 
-def test_wrong_mpirun_is_an_error():
+@pytest.mark.parametrize("name", ["OMPI_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "WORLD_SIZE"])
+def test_wrong_launcher_is_an_error(name):
     """INS-11: the real MPI, alone, though the environment says that there are two."""
-    said = python(OPEN_MPI, OMPI_COMM_WORLD_SIZE="2").splitlines()
+    said = python(OPEN_MPI, **{name: "2"}).splitlines()
     assert said[0] == "None"
-    assert "started as one of 2, but its MPI sees itself alone" in said[1]
+    assert f"started as one of 2 ({name}), but its MPI sees itself alone" in said[1]
     assert "the launcher belongs to another MPI" in said[1]
 
 

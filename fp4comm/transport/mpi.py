@@ -99,13 +99,15 @@ class MpiTransport(BaseTransport):
             raise RuntimeError(
                 f'transport "{self.name}": MPI is not running: not initialized, or finalized'
             )
-        launched = next((os.environ[name] for name in LAUNCHED if name in os.environ), "1")
+        by = next((name for name in LAUNCHED if name in os.environ), "")
+        launched = os.environ.get(by, "1")
         if launched.isdecimal() and int(launched) > 1 and mpi.COMM_WORLD.Get_size() == 1:
             raise RuntimeError(
-                f'transport "{self.name}": this process was started as one of {launched}, but its'
-                " MPI sees itself alone: the launcher belongs to another MPI than the one that"
+                f'transport "{self.name}": this process was started as one of {launched} ({by}),'
+                " but its MPI sees itself alone: the launcher belongs to another MPI than the one that"
                 f" mpi4py loads ({mpi.Get_library_version().splitlines()[0]}); use the mpirun of"
-                " that MPI, or srun --mpi=pmix if it was built with PMIx"
+                " that MPI, or srun --mpi=pmix if it was built with PMIx; under torchrun, transport"
+                ' "torch"'
             )
         if comm is None:
             return mpi.COMM_WORLD
