@@ -51,6 +51,7 @@ from fp4comm.transport import Transport
 DEMO_RANKS, BENCH_RANKS = 4, 2  # threads of this process, where no launcher started any
 DEMO_FILES = [machine.CHECKOUT / "tests" / "data" / f"layer{n}.safetensors" for n in (0, 1, 7)]
 PLAN_COLUMNS = 160
+MAY_DIFFER = ("json_file", "link_gbs", "timeout_s", "transport_name")  # between ranks of a run
 
 
 def main() -> None:
@@ -305,8 +306,8 @@ class View(Protocol):
 
 
 def comparable(options: dict[str, Any]) -> dict[str, Any]:
-    """Options that have to be the same on all ranks, files by name and content."""
-    return {name: _content(value) for name, value in options.items() if name != "json_file"}
+    """Options that have to be the same on all ranks, by name, files by their content."""
+    return {name: _content(options[name]) for name in sorted(options) if name not in MAY_DIFFER}
 
 
 def _content(value: Any) -> Any:
@@ -314,10 +315,7 @@ def _content(value: Any) -> Any:
         return ",".join(str(_content(part)) for part in value)
     if not isinstance(value, Path):
         return value
-    try:
-        return f"{value.name} with CRC-32 {zlib.crc32(value.read_bytes()):08x}"
-    except OSError:  # reading it for its contents says so
-        return str(value)
+    return f"a file with CRC-32 {zlib.crc32(value.read_bytes()):08x}"
 
 
 def _run(
@@ -332,10 +330,10 @@ def _run(
     name = str(context.info_name)
 
     def on_rank(group: Transport) -> list[Report]:
-        agreement.same_on_all(group, comparable(options))
         settings, cases = agreement.make_on_all(
             group, lambda: (settings_of(), cases_of(group.num_ranks))
         )
+        agreement.same_on_all(group, comparable(options))
         where = environment.of_run(command, group, options["device"])
         view = view_of(where, settings, cases)
         reports: list[Report] = []

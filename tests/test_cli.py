@@ -497,9 +497,12 @@ def test_another_file_on_one_rank_is_named(tmp_path):
 
     def on_rank(t):
         file = tmp_path / str(t.rank) / "topk.npy"
-        agreement.same_on_all(t, comparable({"seed": 3, "json_file": t.rank, "routing": file}))
+        same = [("seed", 3), ("tokens", ("8",)), ("json_file", t.rank), ("link_gbs", t.rank)]
+        in_another_order = dict(same[:: 1 - 2 * t.rank])
+        agreement.same_on_all(t, comparable(in_another_order))
+        agreement.same_on_all(t, comparable({**in_another_order, "routing": file}))
 
-    with pytest.raises(ValueError, match="rank 1 of 2: routing: expected topk.npy with CRC-32"):
+    with pytest.raises(ValueError, match="rank 1 of 2: routing: expected a file with CRC-32"):
         transport.run_local(2, on_rank)
 
 

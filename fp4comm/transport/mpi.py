@@ -104,9 +104,9 @@ class MpiTransport(BaseTransport):
         if launched.isdecimal() and int(launched) > 1 and mpi.COMM_WORLD.Get_size() == 1:
             raise RuntimeError(
                 f'transport "{self.name}": this process was started as one of {launched} ({by}),'
-                " but its MPI sees itself alone: the launcher belongs to another MPI than the one that"
-                f" mpi4py loads ({mpi.Get_library_version().splitlines()[0]}); use the mpirun of"
-                " that MPI, or srun --mpi=pmix if it was built with PMIx; under torchrun, transport"
+                " but its MPI sees itself alone: the launcher belongs to another MPI than the one"
+                f" that mpi4py loads ({mpi.Get_library_version().splitlines()[0]}); use the mpirun"
+                " of that MPI, or srun --mpi=pmix if it was built with PMIx; under torchrun, transport"
                 ' "torch"'
             )
         if comm is None:
