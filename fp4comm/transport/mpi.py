@@ -106,8 +106,8 @@ class MpiTransport(BaseTransport):
                 f'transport "{self.name}": this process was started as one of {launched} ({by}),'
                 " but its MPI sees itself alone: the launcher belongs to another MPI than the one"
                 f" that mpi4py loads ({mpi.Get_library_version().splitlines()[0]}); use the mpirun"
-                " of that MPI, or srun --mpi=pmix if it was built with PMIx; under torchrun, transport"
-                ' "torch"'
+                " of that MPI, or srun --mpi=pmix if it was built with PMIx; under torchrun use"
+                ' transport "torch"'
             )
         if comm is None:
             return mpi.COMM_WORLD
