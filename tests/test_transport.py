@@ -21,6 +21,7 @@ import torch
 
 from fp4comm import transport
 from fp4comm.transport import _nccl_ranks
+from fp4comm.transport.local import LocalTransport
 
 sys.path.insert(0, str(ranks.SCRIPTS))
 import transport_cases as cases  # noqa: E402
@@ -200,6 +201,31 @@ def test_run_local_raises_the_first_error_and_stops_the_others():
     with pytest.raises(KeyError, match="rank 1 was first"):
         transport.run_local(3, on_rank)
     assert seen == ["stopped by rank 1: KeyError: 'rank 1 was first'"] * 2
+
+
+def test_local_call_whose_rows_are_all_over_is_not_stopped(monkeypatch):
+    """Rank 0 fails after a call; rank 1, slow to look whether its rows were read, keeps it."""
+    await_reader = LocalTransport._await_reader
+
+    def slow(self, peer, mine, call):
+        if self.rank == 1:
+            with self._world.changed:
+                assert self._world.changed.wait_for(lambda: self._world.stop, 20)
+        await_reader(self, peer, mine, call)
+
+    monkeypatch.setattr(LocalTransport, "_await_reader", slow)
+
+    def on_rank(t):
+        came = cases.ones_counts(t)
+        if t.rank == 0:
+            t.abort("later")
+        else:
+            with pytest.raises(RuntimeError, match="stopped by rank 0: later"):
+                cases.ones_counts(t)
+        return came
+
+    for came in transport.run_local(2, on_rank):
+        assert (came == 1).all()
 
 
 def test_run_local_leaves_a_hanging_rank_behind(monkeypatch):
@@ -399,6 +425,7 @@ def test_all_ranks_raise_if_rank_0_gets_no_id():
 
 IMPORT_NCCL = """
     from fp4comm.transport import _nccl_ranks
+from fp4comm.transport.local import LocalTransport
     try:
         print(_nccl_ranks.import_nccl().get_version())
     except RuntimeError as error:

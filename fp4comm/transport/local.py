@@ -71,7 +71,6 @@ class LocalTransport(BaseTransport):
         for peer in call.targets:
             self._await_reader(peer, mine, call)
         with self._world.changed:
-            self._raise_if_stopped()  # a stopped sender may have changed rows while we read them
             mine.call = None
 
     def _copy_from(self, peer: int, call: Call) -> None:
@@ -82,6 +81,7 @@ class LocalTransport(BaseTransport):
         for stream in call.streams:
             np.copyto(call.recv_rows(stream, peer), source.send_rows(stream, self.rank))
         with self._world.changed:
+            self._raise_if_stopped()  # a stopped sender may have changed the rows meanwhile
             theirs.readers.discard(self.rank)
             self._world.changed.notify_all()
 
@@ -98,6 +98,7 @@ class LocalTransport(BaseTransport):
 
     def _posted_by(self, peer: int, call: Call) -> Posted | None:
         """Return what ``peer`` posted, if it makes this call or has gone past it."""
+        self._raise_if_stopped()
         theirs = self._world.posted[peer]
         return theirs if theirs is not None and theirs.shape.number >= call.shape.number else None
 
@@ -112,12 +113,12 @@ class LocalTransport(BaseTransport):
             raise ValueError(f"{call.where}: {text}")
 
     def _wait(self, call: Call, peer: int, done: Callable[[], Any]) -> Any:
-        """Wait until ``done()`` is true and return it; ``peer`` is whom we wait for."""
+        """Wait for ``peer`` until ``done()`` is true and return it; done comes before stopped."""
         with self._world.changed:
             while True:
-                self._raise_if_stopped()
                 if result := done():
                     return result
+                self._raise_if_stopped()
                 if self._world.closed[peer]:
                     raise call.lost(peer, "it closed its transport")
                 if call.remaining_s() <= 0:
