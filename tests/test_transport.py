@@ -238,7 +238,7 @@ def test_run_local_leaves_a_hanging_rank_behind(monkeypatch):
     start = time.monotonic()
     with pytest.raises(TimeoutError, match="rank 0 of 2: counts: no answer from rank 1 within"):
         transport.run_local(2, on_rank, timeout_s=0.2)
-    assert time.monotonic() - start < 3
+    assert time.monotonic() - start < 10
     hang.set()
 
 

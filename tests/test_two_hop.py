@@ -270,10 +270,9 @@ def test_a_rank_that_fails_in_a_hop_stops_the_others(how, operation, hop):
         if how == "raise":
             told = f"stopped by rank {VICTIM}: {where}: MemoryError: {LAST_WORDS}"
             assert (told if rank != VICTIM else LAST_WORDS) in text
-            assert took < LIMIT_S
         else:
             assert re.search(r"rank \d of 4: [a-z ]* (exchange|counts): no answer from", text), text
-            assert took < 2 * LIMIT_S + 2
+            assert took < 2 * LIMIT_S + 10
 
 
 def test_rounds_are_of_every_kind():
