@@ -425,7 +425,6 @@ def test_all_ranks_raise_if_rank_0_gets_no_id():
 
 IMPORT_NCCL = """
     from fp4comm.transport import _nccl_ranks
-from fp4comm.transport.local import LocalTransport
     try:
         print(_nccl_ranks.import_nccl().get_version())
     except RuntimeError as error:
