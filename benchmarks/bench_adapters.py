@@ -30,9 +30,11 @@ from fp4comm import Precision, launch, machine
 from fp4comm.bench import environment
 from fp4comm.bench import report as bench_report
 from fp4comm.bench.clock import Stopwatch, gather
+from fp4comm.files import write_json
 from fp4comm.formats import FORMATS
 from fp4comm.options import json_option
 from fp4comm.running import run_command, run_on_ranks
+from fp4comm.topology import DEVICES
 from fp4comm.transport import Transport
 
 WARMUP = 5
@@ -206,7 +208,7 @@ def as_mb(num_bytes: int | None) -> str:
 
 
 @click.command()
-@click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cuda", show_default=True)
+@click.option("--device", type=click.Choice(DEVICES), default="cuda", show_default=True)
 @click.option("--tokens", type=click.IntRange(min=1), default=4096, show_default=True)
 @click.option("--hidden", type=click.IntRange(min=32), default=7168, show_default=True)
 @click.option("--experts", type=click.IntRange(min=1), default=256, show_default=True)
@@ -240,10 +242,10 @@ def main(json_file: Path | None, **options: Any) -> int:
                 "rows": [dataclasses.asdict(row) for row in result.rows],
                 "not_measured": result.missing,
             }
-            bench_report.write_json(json_file, content)
+            write_json(json_file, content)
     code = 2 if not result.rows else int(any(row.num_wrong for row in result.rows))
     if code != 0:
-        launch.let_rank_0_print(prints)
+        launch.let_reporter_print(prints)
     return code
 
 

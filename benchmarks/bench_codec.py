@@ -27,11 +27,13 @@ import torch
 from safetensors.torch import load_file
 
 from fp4comm import WireFormat, machine, quantize, reference, routing
-from fp4comm.bench import report as bench_report
 from fp4comm.bench.rows import verdict
 from fp4comm.codec import cpu
+from fp4comm.files import write_json
 from fp4comm.formats import fp8_row_bytes
+from fp4comm.options import json_option
 from fp4comm.packed import PackedRows
+from fp4comm.running import run_command
 
 WIRES = [WireFormat(name) for name in ("bf16", "fp8", "mxfp8", "mxfp4")]
 CHECKED_ROWS = 48
@@ -179,7 +181,7 @@ def layout_of(num_rows: int) -> routing.ExpertLayout:
     idx = torch.rand(num_rows, 8, generator=generator).topk(2).indices
     weights = torch.rand(num_rows, 2, generator=generator)
     plan = routing.plan(idx, weights, routing.Placement(8, 1))
-    return routing.expert_layout(plan.route, 2, plan.send_splits, plan.expert_counts.sum(0), 128)
+    return routing.expert_layout(plan.route, 2, plan.expert_counts.sum(0), 128)
 
 
 def quantize_cases(x: torch.Tensor) -> Iterator[Case]:
@@ -366,7 +368,7 @@ def activations(tokens: int, hidden: int, data: str | None) -> torch.Tensor:
 @click.option("--op", default="", help="only operations whose name contains this")
 @click.option("--data", type=click.Path(exists=True), help="a layer of tests/data for the rows")
 @click.option("--peers/--no-peers", default=True, show_default=True, help="torchao")
-@click.option("--json", "json_path", type=click.Path(), help="write the rows there")
+@json_option
 def main(
     tokens: int,
     hidden: int,
@@ -375,8 +377,8 @@ def main(
     op: str,
     data: str | None,
     peers: bool,
-    json_path: str | None,
-) -> None:
+    json_file: Path | None,
+) -> int:
     """Measure the codec of this machine's CPU."""
     torch.set_num_threads(threads)
     x = activations(tokens, hidden, data)
@@ -397,12 +399,12 @@ def main(
     if not op:
         rows += extra_rows(x, repeats, peers)
     num_wrong = sum(r.get("wrong", 0) for r in rows)
-    if json_path:
+    if json_file is not None:
         arguments = {"tokens": tokens, "hidden": hidden, "threads": threads, "x": name}
         content = {"arguments": arguments, **machine.about(), "rows": rows}
-        bench_report.write_json(Path(json_path), content)
+        write_json(json_file, content)
     click.echo(f"# {verdict(num_wrong)}")
-    raise SystemExit(num_wrong > 0)
+    return int(num_wrong > 0)
 
 
 def extra_rows(x: torch.Tensor, repeats: int, peers: bool) -> list[dict[str, Any]]:
@@ -426,4 +428,4 @@ def extra_rows(x: torch.Tensor, repeats: int, peers: bool) -> list[dict[str, Any
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)

@@ -27,10 +27,13 @@ import numpy as np
 import torch
 
 from fp4comm import WireFormat, launch, machine, reference, routing
-from fp4comm.bench import report as bench_report
 from fp4comm.bench.rows import verdict
 from fp4comm.codec import cuda
+from fp4comm.files import write_json
 from fp4comm.formats import fp8_row_bytes
+from fp4comm.launch import UserError
+from fp4comm.options import json_option
+from fp4comm.running import run_command
 
 WIRES = [WireFormat(name) for name in ("mxfp4", "mxfp8", "fp8", "bf16")]
 SHAPES = ("4096x7168", "24576x2048", "32768x7168", "128x7168")
@@ -362,7 +365,7 @@ def peer_row(
     "--data", "files", multiple=True, type=click.Path(exists=True), help="layers of tests/data"
 )
 @click.option("--peers/--no-peers", default=True, show_default=True)
-@click.option("--json", "json_path", type=click.Path(), help="write the rows there")
+@json_option
 def main(
     shapes: tuple[str, ...],
     repeats: int,
@@ -370,13 +373,13 @@ def main(
     wire: str,
     files: tuple[str, ...],
     peers: bool,
-    json_path: str | None,
-) -> None:
+    json_file: Path | None,
+) -> int:
     """Measure the CUDA codec of this machine's GPU."""
     try:
         launch.use_device("cuda", 0)
     except RuntimeError as error:
-        raise click.ClickException(str(error)) from error
+        raise UserError(error) from error
     rows: list[dict[str, Any]] = []
     click.echo(f"# {torch.cuda.get_device_name()}; share = time of a copy of the bytes / time")
     for shape in shapes:
@@ -400,13 +403,13 @@ def main(
                 click.echo(
                     f"{row['op']:66} {row['median_ms']:9.4f}   {row['ours_times_faster']:.1f}x ours"
                 )
-        if json_path:
-            content = {"gpu": torch.cuda.get_device_name(), **machine.everything(), "rows": rows}
-            bench_report.write_json(Path(json_path), content)
+        if json_file is not None:
+            content = {"gpu": torch.cuda.get_device_name(), **machine.about(), "rows": rows}
+            write_json(json_file, content)
     num_wrong = sum(r.get("wrong", 0) for r in rows)
     click.echo(f"# {verdict(num_wrong)}")
-    raise SystemExit(num_wrong > 0)
+    return int(num_wrong > 0)
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)

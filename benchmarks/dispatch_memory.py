@@ -29,21 +29,24 @@ import click
 import numpy as np
 import torch
 
-from fp4comm import AllToAll, Precision, launch, machine
+from fp4comm import AllToAll, Precision, machine
 from fp4comm.all_to_all import ARRIVALS
-from fp4comm.bench import report as bench_report
 from fp4comm.bench.check import Checker
 from fp4comm.bench.clock import gather
 from fp4comm.bench.rows import PARTS, RELAY, verdict
 from fp4comm.bench.workload import Synthetic
 from fp4comm.dispatched import Dispatched
+from fp4comm.files import write_json
 from fp4comm.formats import FORMATS, WireFormat
+from fp4comm.options import json_option
+from fp4comm.running import run_command, run_on_ranks
 from fp4comm.transport import Transport
 
 ALIGNMENT = 128
 MOST = 1.05  # peak over needed that is still fine
 M_MMAP_THRESHOLD = -3  # of mallopt
 SETTLE_S, SAME_BYTES = 0.1, 1 << 16
+TIMEOUT_S = 300.0
 SHOWN_PARTS = *(part for part in PARTS["dispatch"] if part != RELAY), "return"
 
 
@@ -195,7 +198,6 @@ def highest(group: Transport, row: Row, num_wrong: int) -> Row:
     """Take the row of the rank with the highest ratio; wrong rows of all."""
     numbers = ("expert_rows", "result_bytes", "sent_bytes", "handle_bytes", "peak_bytes")
     mine = [getattr(row, name) for name in numbers]
-    group.phase = "benchmark results"
     ranks = gather(group, [num_wrong, *mine, *row.parts_bytes.values()])
     own = max(ranks.tolist(), key=lambda r: r[5] / (r[2] + r[3]))
     return dataclasses.replace(
@@ -287,8 +289,8 @@ def as_json(rows: list[Row], context: dict[str, Any]) -> dict[str, Any]:
 @click.option("--topk", default=8, show_default=True, help="Experts of a token.")
 @click.option("--wire", default=",".join(FORMATS), show_default=True, help="Separated by commas.")
 @click.option("--mmap-kib", default=128, show_default=True, help="See above; 0: as it comes.")
-@click.option("--json", "json_file", type=click.Path(path_type=Path), help="Write it here.")
-def main(wire: str, mmap_kib: int, json_file: Path | None, **sizes: int) -> None:
+@json_option
+def main(wire: str, mmap_kib: int, json_file: Path | None, **sizes: int) -> int:
     """Measure the peak memory of dispatch; alone, or on the ranks of mpirun or torchrun."""
     fix_allocator(mmap_kib)
 
@@ -297,7 +299,8 @@ def main(wire: str, mmap_kib: int, json_file: Path | None, **sizes: int) -> None
         workload = Synthetic(group.num_ranks, *shape)
         return measure(group, workload, tuple(wire.split(","))), workload, group.name
 
-    (rows, workload, name), prints = launch.run("auto", None, 1, 300.0, on_rank)
+    how = {"transport_name": "auto", "ranks": None, "timeout_s": TIMEOUT_S, "device": "cpu"}
+    (rows, workload, name), prints = run_on_ranks(how, 1, on_rank)
     num_wrong = sum(row.num_wrong for row in rows)
     if prints:
         context = {
@@ -313,9 +316,9 @@ def main(wire: str, mmap_kib: int, json_file: Path | None, **sizes: int) -> None
         lines.append(f"# {verdict(num_wrong)}")
         click.echo("\n".join(lines))
         if json_file is not None:
-            bench_report.write_json(json_file, as_json(rows, context))
-    raise SystemExit(num_wrong > 0)
+            write_json(json_file, as_json(rows, context))
+    return int(num_wrong > 0)
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)

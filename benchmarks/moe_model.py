@@ -146,11 +146,10 @@ class Place:
     @classmethod
     def of(cls, num_experts: int, group: Transport, device: torch.device) -> Place:
         """Spread experts as `AllToAll` does."""
-        offsets = Placement(num_experts, group.num_ranks).offsets
-        numbers = range(int(offsets[group.rank]), int(offsets[group.rank + 1]))
+        placement = Placement(num_experts, group.num_ranks)
         ranks = torch.arange(group.num_ranks, device=device)
-        held = torch.from_numpy(np.diff(offsets)).to(device)
-        return cls(numbers, ranks.repeat_interleave(held), ranks)
+        held = torch.from_numpy(np.diff(placement.offsets)).to(device)
+        return cls(placement.experts(group.rank), ranks.repeat_interleave(held), ranks)
 
 
 class Experts(nn.Module):

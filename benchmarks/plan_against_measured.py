@@ -29,7 +29,8 @@ from switched_hosts import run_on_hosts, switched_hosts
 from two_hosts import Link, check_usable, stop
 
 from fp4comm import machine, topology
-from fp4comm.bench import report as bench_report
+from fp4comm.files import read_json, write_json
+from fp4comm.options import json_option
 from fp4comm.predict.plan import Plan, plan_of
 
 WIRES = "bf16,fp8,mxfp4"
@@ -131,7 +132,7 @@ def line(row: dict[str, Any]) -> str:
 @click.option("--burst-kib", default=256, show_default=True, help="Of the token bucket.")
 @click.option("--cases", default=len(CASES), show_default=True, help="The first so many.")
 @click.option("--share", default=1.0, show_default=True, help="Of the tokens, for slow links.")
-@click.option("--json", "json_file", type=click.Path(dir_okay=False, path_type=Path))
+@json_option
 def main(
     gbit: float,
     hosts: int,
@@ -165,7 +166,7 @@ def main(
         for case in [case.scaled(share) for case in CASES[:cases]]:
             result = folder / "result.json"
             run(*case.options, "--json", str(result))
-            (content,) = bench_report.read_json(result)
+            (content,) = read_json(result)
             for row in compared(case, predictions(case, calibrated), content["rows"]):
                 rows.append(row)
                 click.echo(line(row))
@@ -178,7 +179,7 @@ def main(
                     "transport": "torch (gloo)" if gbit else "mpi",
                     **as_json(rows, calibrated),
                 }
-                bench_report.write_json(json_file, content)
+                write_json(json_file, content)
     click.echo(summary(rows))
 
 

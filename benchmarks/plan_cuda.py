@@ -16,7 +16,6 @@ from __future__ import annotations
 import collections
 import dataclasses
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -28,9 +27,12 @@ import torch
 from torch.autograd import DeviceType
 
 from fp4comm import launch, machine, routing
-from fp4comm.bench import report as bench_report
 from fp4comm.bench.workload import Synthetic
+from fp4comm.files import write_json
+from fp4comm.launch import UserError
+from fp4comm.options import json_option
 from fp4comm.routing import Placement, RoutePlan
+from fp4comm.running import run_command
 
 HIDDEN = 32  # of a workload whose rows are not used
 ALIGNMENT = 128
@@ -119,11 +121,10 @@ def as_array(value: Any) -> np.ndarray:
     return value.cpu().numpy() if isinstance(value, torch.Tensor) else np.asarray(value)
 
 
-def arriving(plans: list[RoutePlan]) -> tuple[torch.Tensor, np.ndarray, np.ndarray]:
-    """Route stream that rank 0 gets of all ranks' plans, rows from each, and of each expert."""
-    recv_splits = np.array([plan.send_splits[0] for plan in plans])
-    parts = [plan.route[:n] for plan, n in zip(plans, recv_splits.tolist(), strict=True)]
-    return torch.cat(parts), recv_splits, sum(plan.expert_counts[0] for plan in plans)
+def arriving(plans: list[RoutePlan]) -> tuple[torch.Tensor, np.ndarray]:
+    """Route stream that rank 0 gets of all ranks' plans, and rows of each of its experts."""
+    parts = [plan.route[: int(plan.send_splits[0])] for plan in plans]
+    return torch.cat(parts), sum(plan.expert_counts[0] for plan in plans)
 
 
 def measure(workload: Synthetic, iterations: int) -> list[Timed]:
@@ -133,8 +134,8 @@ def measure(workload: Synthetic, iterations: int) -> list[Timed]:
     tensors = [(torch.from_numpy(idx), torch.from_numpy(weights)) for idx, weights in arrays]
     plans = [routing.plan(idx, weights, placement) for idx, weights in tensors]
     idx, weights = (part.cuda() for part in tensors[0])
-    route, recv_splits, num_rows = arriving(plans)
-    on_gpu, rest = route.cuda(), (workload.num_topk, recv_splits, num_rows, ALIGNMENT)
+    route, num_rows = arriving(plans)
+    on_gpu, rest = route.cuda(), (workload.num_topk, num_rows, ALIGNMENT)
     layout = routing.expert_layout(route, *rest)
     calls: list[tuple[str, Callable[[], Any], Any]] = [
         ("plan", lambda: routing.plan(idx, weights, placement), plans[0]),
@@ -162,7 +163,7 @@ def row_lines(rows: list[Timed]) -> list[str]:
 @click.option("--topk", default=8, show_default=True)
 @click.option("--ranks", default=(8, 64), multiple=True, show_default=True)
 @click.option("--iterations", default=50, show_default=True)
-@click.option("--json", "json_file", type=click.Path(dir_okay=False, path_type=Path))
+@json_option
 def main(
     tokens: int,
     experts: int,
@@ -170,13 +171,12 @@ def main(
     ranks: tuple[int, ...],
     iterations: int,
     json_file: Path | None,
-) -> None:
+) -> int:
     """Measure the GPU time of plan and layout."""
     try:
         launch.use_device("cuda", 0)
     except RuntimeError as error:
-        click.echo(f"Error: {error}", err=True)
-        sys.exit(2)
+        raise UserError(error) from error
     sizes = [Synthetic(n, tokens, HIDDEN, experts, topk) for n in ranks]
     rows = [row for workload in sizes for row in measure(workload, iterations)]
     click.echo(
@@ -190,9 +190,9 @@ def main(
             **machine.about(),
             "rows": [dataclasses.asdict(row) for row in rows],
         }
-        bench_report.write_json(json_file, content)
-    sys.exit(any(row.num_wrong for row in rows))
+        write_json(json_file, content)
+    return int(any(row.num_wrong for row in rows))
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)

@@ -17,16 +17,24 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 import click
-from two_hosts import INTERFACE, LAST_WORDS_S, PREFIX, Link, check_usable, remove, run, stop
+from two_hosts import (
+    INTERFACE,
+    LAST_WORDS_S,
+    PREFIX,
+    Link,
+    check_usable,
+    remove,
+    remove_leftovers,
+    run,
+    stop,
+)
 
 ADDRESS = "10.99.5.{}"
 MASTER_PORT = 29557
@@ -56,14 +64,6 @@ def switched_hosts(num_hosts: int, link: Link) -> Iterator[list[str]]:
     finally:
         for name in (*hosts, switch):
             remove(name)
-
-
-def remove_leftovers() -> None:
-    """Take down the namespaces of runs that are gone."""
-    for line in run("ip netns list").splitlines():
-        name = re.match(rf"{PREFIX}-(\d+)-(switch|host\d+)\b", line)
-        if name is not None and not Path(f"/proc/{name[1]}").exists():
-            remove(name[0])
 
 
 def run_on_hosts(hosts: Sequence[str], ranks_per_host: int, arguments: Sequence[str]) -> str:

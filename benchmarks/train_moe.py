@@ -36,9 +36,10 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from fp4comm import agreement, launch
-from fp4comm.bench import report as bench_report
+from fp4comm.files import write_json
+from fp4comm.launch import UserError
 from fp4comm.options import OUTPUT, Finite, expect_without_others, run_options
-from fp4comm.running import UserError, run_command, run_on_ranks
+from fp4comm.running import run_command, run_on_ranks
 from fp4comm.transport import Transport
 
 TABLE_COLUMNS = 130
@@ -82,7 +83,7 @@ def train(options: dict[str, Any], json_file: Path | None) -> tuple[Results, boo
 
         def finished(results: Results) -> None:
             if group.rank == 0 and json_file is not None:
-                bench_report.write_json(json_file, results.as_json())
+                write_json(json_file, results.as_json())
 
         settings, text = agreement.make_on_all(group, prepared)
         check_same_text(group, text)
@@ -175,11 +176,11 @@ def main(
         else:
             results, shows = train(options, json_file)
     except ValueError as error:
-        raise UserError(str(error), launch.launched_rank() == 0) from error
+        raise UserError(error, launch.launched_rank() == 0) from error
     if shows:
         show(results)
         if json_file is not None:
-            bench_report.write_json(json_file, results.as_json())
+            write_json(json_file, results.as_json())
         if picture is not None:
             moe_report.draw(results, picture)
 

@@ -113,7 +113,7 @@ def two_namespaces(link: Link) -> Iterator[list[str]]:
 def remove_leftovers() -> None:
     """Take down the namespaces of runs that are gone."""
     for line in run("ip netns list").splitlines():
-        name = re.match(rf"{PREFIX}-(\d+)-[01]\b", line)
+        name = re.match(rf"{PREFIX}-(\d+)-\w+", line)
         if name is not None and not Path(f"/proc/{name[1]}").exists():
             remove(name[0])
 

@@ -21,7 +21,6 @@ import torch
 import torch.distributed as dist
 
 from fp4comm import machine, transport
-from fp4comm.bench import report as bench_report
 from fp4comm.bench.check import Checker
 from fp4comm.bench.clock import gather
 from fp4comm.bench.operations import Run
@@ -29,12 +28,14 @@ from fp4comm.bench.rows import PARTS, Report, Row, bandwidth_gbs, row_bytes, ver
 from fp4comm.bench.run import compile_first, report_of
 from fp4comm.bench.settings import Settings
 from fp4comm.bench.workload import Synthetic
+from fp4comm.files import write_json
 from fp4comm.formats import FORMATS, WireFormat
 from fp4comm.transport import Transport
 
 ARRIVALS = ("packed", "fp8")
 LEAST_SHARE, LEAST_SPEEDUP = 0.9, 3.2  # targets
 CHUNK = 1 << 20
+PLAIN = "plain sockets"
 
 
 class Sockets:
@@ -44,9 +45,8 @@ class Sockets:
         """Connect; rank 0 listens."""
         address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]) + 1
         self._group = group
-        group.phase = "plain sockets"
         listening = socket.create_server((address, port)) if group.rank == 0 else None
-        gather(group, [0])
+        gather(group, [0], PLAIN)
         if listening is None:
             self._socket = socket.create_connection((address, port))
         else:
@@ -55,9 +55,8 @@ class Sockets:
 
     def both_ways_gbs(self, num_bytes: int) -> float:
         """Send num_bytes each way at once: GB/s a direction, by the slower rank."""
-        self._group.phase = "plain sockets"
-        gather(self._group, [0])
-        ranks_ns = gather(self._group, [self._exchange_ns(num_bytes)])
+        gather(self._group, [0], PLAIN)
+        ranks_ns = gather(self._group, [self._exchange_ns(num_bytes)], PLAIN)
         return num_bytes / int(ranks_ns.max())
 
     def congestion_control(self) -> str:
@@ -137,7 +136,7 @@ def measure_all(group: Transport, workload: Synthetic, warmup: int, iterations: 
 def measure_arrival(
     group: Transport, workload: Synthetic, settings: Settings, sockets: Sockets
 ) -> tuple[Report, list[float]]:
-    """Measure plain sockets and the wire formats in turn, as `fp4comm.bench.run.measure` does."""
+    """Measure plain sockets and the wire formats in turn, as `measure_each` does."""
     compile_s = compile_first(group, settings)
     checker = Checker(workload, group.rank, settings.arrive, settings.alignment)
     runs = [Run(group, workload, settings, wire, checker) for wire in settings.wires]
@@ -312,7 +311,7 @@ def main(json_file: Path | None, **arguments: Any) -> None:
         context = {"arguments": arguments, **machine.about()}
         click.echo("\n".join(header_lines(result, context) + row_lines(result)))
         if json_file is not None:
-            bench_report.write_json(json_file, as_json(result, context))
+            write_json(json_file, as_json(result, context))
     raise SystemExit(result.num_wrong > 0)
 
 

@@ -1,9 +1,9 @@
 /*
 bits: integer types, packed 16-bit arithmetic and memory access that the kernels share.
 
-A u32 holds two 16-bit floats, element 0 in the low half.  Each function is one PTX instruction, so
-that a rounding is never left to the compiler.  Without nvcc (`__CUDACC__` unset) the same functions
-come from the header that the tests put before this one, and g++ compiles the rest.
+A u32 holds two 16-bit floats, element 0 in the low half.  Arithmetic is by single PTX instructions,
+so that a rounding is never left to the compiler.  Without nvcc (`__CUDACC__` unset) the same
+functions come from the header that the tests put before this one, and g++ compiles the rest.
 */
 #pragma once
 

@@ -139,7 +139,7 @@ DEVICE u32 e4m3_from_f32(float value) {
 
 // Four float32 that are not NaN -> four codes, element 0 in the lowest byte.
 DEVICE u32 e4m3x4_from_f32(const float* values) {
-#if defined(__CUDACC__) && __CUDA_ARCH__ >= 890
+#if HAS_E4M3
     u16 first, second;
     asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(first) : "f"(values[1]), "f"(values[0]));
     asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(second) : "f"(values[3]), "f"(values[2]));

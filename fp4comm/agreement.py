@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from fp4comm import texts as packed_text
+from fp4comm import texts
 from fp4comm.formats import FORMATS, WireFormat
 from fp4comm.precision import Precision
 from fp4comm.transport import Transport, lent
@@ -172,15 +172,15 @@ def same_on_all(transport: Transport, values: dict[str, Any]) -> None:
             return
         rank, column = found
         name, value = list(values.items())[column]
-        said = texts(transport, str(value))
+        said = exchange_texts(transport, str(value))
     text = f"{name}: expected {said[0]} as on rank 0, got {said[rank]}"
     raise ValueError(on_rank(rank, transport.num_ranks, text))
 
 
-def texts(transport: Transport, text: str) -> list[str]:
+def exchange_texts(transport: Transport, text: str) -> list[str]:
     """Exchange a text of each rank, cut to 512 bytes."""
-    words = np.tile(packed_text.pack(text), (transport.num_ranks, 1))
-    return [packed_text.unpack(row) for row in transport.exchange_counts(words)]
+    words = np.tile(texts.pack(text), (transport.num_ranks, 1))
+    return [texts.unpack(row) for row in transport.exchange_counts(words)]
 
 
 @functools.cache
@@ -211,7 +211,7 @@ def _raise_first_failure(
         is_known = isinstance(failure, ERROR_TYPES)
         said = str(failure) if is_known else f"{type(failure).__name__}: {failure}"
     rank = int(np.flatnonzero(statuses)[0])
-    text = on_rank(rank, transport.num_ranks, texts(transport, said)[rank])
+    text = on_rank(rank, transport.num_ranks, exchange_texts(transport, said)[rank])
     raise ERROR_TYPES[int(statuses[rank]) - 1](text) from failure
 
 

@@ -167,8 +167,8 @@ class AllToAll(Caller):
                 combine.  None, on all ranks: ones, and nothing travels.
             handle: of an earlier dispatch, instead of the two: same routing and weights again,
                 without plan and counts; the weights are detached.
-            async_op: return when the exchange is under way, beside which the current stream goes
-                on; on the CPU it is over by then.
+            async_op: do not make the current stream wait for the exchange: ``Pending.wait()``
+                does.  On the CPU the exchange is over when this returns.
 
         Returns:
             `Dispatched`; with async_op a `Pending`, whose ``wait()`` returns it.
@@ -486,7 +486,7 @@ class AllToAll(Caller):
         self._num_calls += 1
         with self._stopping_peers("dispatch"):
             if topk_idx is not None or topk_weights is not None:
-                raise ValueError("handle: expected without topk_idx and topk_weights, got both")
+                raise ValueError("handle: expected without topk_idx and topk_weights")
             self._check_handle(handle, expert_alignment=self.expert_alignment)
             autograd.check_inputs(self.arrive, x)
             rows = self._rows(x)
@@ -555,7 +555,7 @@ class AllToAll(Caller):
         )
 
     def _nodes_hash(self) -> int:
-        """Number what the choice of a rank depends on."""
+        """Hash what a rank chooses its route by; 0 for the flat one."""
         if self.route == "flat":
             return 0
         return zlib.crc32(repr((self._node_sizes, self.links)).encode())

@@ -53,8 +53,6 @@ class Inputs:
     @staticmethod
     def of(x: Any, topk_weights: Any = None) -> Inputs:
         """Keep those that do."""
-        if not torch.is_grad_enabled():
-            return NONE
         return Inputs(*(t if check.wants_gradient(t) else None for t in (x, topk_weights)))
 
     @property

@@ -49,7 +49,7 @@ def local_experts(name: str, num_experts: int, num_ranks: int) -> None:
         )
 
 
-def seconds(name: str, value: float) -> float:
+def seconds(name: str, value: float) -> None:
     """Check a time limit."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{name}: expected a number of seconds, got {type(value).__name__}")
@@ -57,7 +57,6 @@ def seconds(name: str, value: float) -> float:
         raise ValueError(f"{name}: expected more than 0 seconds, got {value}")
     if isinstance(value, int) and value > sys.float_info.max:
         raise ValueError(f"{name}: expected what a float can hold, got {value.bit_length()} bits")
-    return value
 
 
 def layout(value: Any, num_rows: int, device: torch.device) -> None:
@@ -79,11 +78,10 @@ def transport(value: Any) -> None:
         )
 
 
-def one_of(name: str, value: str, options: tuple[str, ...]) -> str:
+def one_of(name: str, value: str, options: tuple[str, ...]) -> None:
     """Check a choice."""
     if value not in options:
         raise ValueError(f"{name}: expected one of {', '.join(options)}, got {value!r}")
-    return value
 
 
 def as_tensor(name: str, value: Any) -> torch.Tensor:
@@ -224,13 +222,16 @@ def wrong_expert(idx: torch.Tensor, at: int, num_experts: int) -> ValueError:
     )
 
 
+def weight_dtype(name: str, weights: torch.Tensor) -> None:
+    """Check the type of weights, of routing or of experts."""
+    if weights.dtype not in WEIGHT_DTYPES:
+        raise TypeError(f"{name}: expected {_names(WEIGHT_DTYPES)}, got {_name(weights.dtype)}")
+
+
 def topk_weights(value: Any, idx: torch.Tensor) -> torch.Tensor:
     """Check routing weights ``[T, K]``, any float; computed in float32."""
     weights = as_tensor("topk_weights", value)
-    if weights.dtype not in WEIGHT_DTYPES:
-        raise TypeError(
-            f"topk_weights: expected {_names(WEIGHT_DTYPES)}, got {_name(weights.dtype)}"
-        )
+    weight_dtype("topk_weights", weights)
     if weights.shape != idx.shape:
         raise ValueError(
             f"topk_weights: expected shape {list(idx.shape)} as topk_idx, got {list(weights.shape)}"

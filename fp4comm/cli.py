@@ -26,9 +26,12 @@ from fp4comm.bench.run import measure_each
 from fp4comm.bench.settings import Settings
 from fp4comm.bench.wires import separated, wires_of
 from fp4comm.bench.workload import MOST_SKEW
+from fp4comm.files import write_json, writing
 from fp4comm.formats import FORMATS
+from fp4comm.launch import UserError
 from fp4comm.options import (
     OUTPUT,
+    FileCommand,
     Finite,
     count_options,
     data_option,
@@ -45,7 +48,7 @@ from fp4comm.predict import report as predict_report
 from fp4comm.predict.loads import ROUTES
 from fp4comm.report import page as report_page
 from fp4comm.report.results import ReportError
-from fp4comm.running import UserError, run_command, run_on_ranks
+from fp4comm.running import run_command, run_on_ranks
 from fp4comm.transport import Transport
 
 DEMO_RANKS, BENCH_RANKS = 4, 2  # threads of this process, where no launcher started any
@@ -77,10 +80,10 @@ def info(json_file: Path | None) -> None:
     if launch.launched_rank() == 0:
         click.echo("\n".join(machine.as_lines(content, launch.launched_ranks())))
         if json_file is not None:
-            bench_report.write_json(json_file, {"command": "info", **content})
+            write_json(json_file, {"command": "info", **content})
 
 
-@cli.command()
+@cli.command(cls=FileCommand)
 @several_option("tokens", "Tokens of a rank.  [default: 1024, or all of the data]")
 @several_option("hidden", "Elements of a token.  [default: 2048]")
 @several_option("experts", "On all ranks together.  [default: 64, or as --routing has]")
@@ -156,26 +159,34 @@ def _calibrate(context: click.Context) -> None:
     """Measure links and kernels on all ranks, and write the topology on one."""
     options, command = context.params, _command(context)
     expect_without_others("calibrate", context, CALIBRATE_OPTIONS)
+    file = options["topology_file"]
+    if file.suffix != ".toml" or not file.stem.isprintable():
+        raise UserError(f"calibrate: expected a file NAME.toml, got {file}")
 
     def on_rank(group: Transport) -> tuple[Environment, Calibration]:
         device, timeout_s = options["device"], options["timeout_s"]
+        agreement.same_on_all(group, {"command": "bench --calibrate"})
         where = environment.of_run(command, group, device)
         with progress.shown(is_shown=group.rank == 0) as tell:
             return where, calibrate(group, device, timeout_s, tell)
 
     (where, found), prints = run_on_ranks(options, BENCH_RANKS, on_rank)
     if prints:
-        file, machine_ = options["topology_file"], where.machine
+        machine_ = where.machine
         devices = machine_["cuda_devices"] if options["device"] == "cuda" else [machine_["cpu"]]
         description = f"{where.num_ranks} ranks, {devices[0]}, {where.transport}"
         at = f"{datetime.date.today().isoformat()} with {where.transport}"
-        file.write_text(calibration_file.as_toml(found, file.stem, description, at))
-        topology.load(file)
+        with writing("calibrate", file):
+            file.write_text(calibration_file.as_toml(found, file.stem, description, at))
+        try:
+            topology.load(file)
+        except topology.TopologyError as error:
+            raise UserError(f"calibrate: measured what no link or kernel does: {error}") from error
         click.echo("\n".join([*calibration_file.summary_lines(found), f"# written: {file}"]))
         sys.stdout.flush()
 
 
-@cli.command()
+@cli.command(cls=FileCommand)
 @data_option("Other recorded activations than those of the checkout; repeat for several.")
 @count_options(warmup=2, iterations=10)
 @run_options
@@ -203,7 +214,7 @@ def _demo_cases(options: dict[str, Any], num_ranks: int) -> list[Case]:
     return [Case({}, Recorded(files, num_ranks))]
 
 
-@cli.command()
+@cli.command(cls=FileCommand)
 @click.option(
     "--topology",
     "topology_name",
@@ -243,7 +254,7 @@ def plan(**options: Any) -> None:
     try:
         predicted = predicting.plan_of(options)
     except ValueError as error:
-        raise UserError(str(error)) from error
+        raise UserError(error) from error
     rows = predicted.rows()
     click.echo("\n".join(predict_report.header_lines(predicted)))
     console = Console(width=PLAN_COLUMNS, color_system=None, highlight=False)
@@ -252,10 +263,10 @@ def plan(**options: Any) -> None:
     if options["json_file"] is not None:
         arguments = {n: v.name if isinstance(v, Path) else v for n, v in options.items()}
         arguments["topology_name"] = Path(options["topology_name"]).name
-        bench_report.write_json(options["json_file"], predict_report.as_json(predicted, arguments))
+        write_json(options["json_file"], predict_report.as_json(predicted, arguments))
 
 
-@cli.command()
+@cli.command(cls=FileCommand)
 @click.argument(
     "files",
     type=click.Path(dir_okay=False, path_type=Path),
@@ -272,21 +283,20 @@ def report(files: tuple[Path, ...], **outputs: Path | None) -> None:
         return
     page, picture, content = (outputs[f"{name}_file"] for name in ("html", "png", "json"))
     try:
-        for output in filter(None, outputs.values()):
-            if output.resolve() in [file.resolve() for file in files]:
-                raise ReportError(f"{output}: expected another file than the results to write to")
         made = report_page.make(files)
         if page or picture:
             report_page.check_libraries()
     except ReportError as error:
-        raise UserError(str(error)) from error
+        raise UserError(error) from error
     click.echo("\n".join(report_page.lines(made)))
     if page:
-        report_page.write_html(made, page)
+        with writing("html", page):
+            report_page.write_html(made, page)
     if picture:
-        report_page.write_png(made, picture)
+        with writing("png", picture):
+            report_page.write_png(made, picture)
     if content:
-        bench_report.write_json(content, report_page.as_json(made))
+        write_json(content, report_page.as_json(made))
 
 
 class View(Protocol):
@@ -330,6 +340,7 @@ def _run(
     name = str(context.info_name)
 
     def on_rank(group: Transport) -> list[Report]:
+        agreement.same_on_all(group, {"command": name})
         settings, cases = agreement.make_on_all(
             group, lambda: (settings_of(), cases_of(group.num_ranks))
         )
@@ -342,18 +353,19 @@ def _run(
                 reports.append(report)
                 if group.rank == 0:
                     tell.pause()
-                    _print([] if len(reports) > 1 else view.head())
+                    if len(reports) == 1:
+                        _print(view.head())
                     _print(view.rows(cases[len(reports) - 1], report))
                     if options["json_file"] is not None:  # after each, since a run is long
                         content = bench_report.as_json(name, options, where, cases, reports)
-                        bench_report.write_json(options["json_file"], content)
+                        write_json(options["json_file"], content)
         if group.rank == 0:
             _print(view.foot(reports))
         return reports
 
     reports, prints = run_on_ranks(options, default_ranks, on_rank)
     if any(report.num_wrong for report in reports):
-        launch.let_rank_0_print(prints)
+        launch.let_reporter_print(prints)
         sys.exit(1)
 
 

@@ -47,7 +47,7 @@ def cupy() -> Any:
         return importlib.import_module("cupy")
     except Exception as error:  # half-installed packages fail with any
         why = f"{type(error).__name__}: {error}"
-        raise RuntimeError(f"CUDA kernels: need CuPy ({why}); {gpu.install()}") from error
+        raise RuntimeError(f"needs CuPy ({why}); {gpu.install()}") from error
 
 
 def missing() -> str | None:
@@ -73,13 +73,11 @@ def _check_driver(cp: Any) -> None:
     try:
         compiler, _ = cp.cuda.nvrtc.getVersion()
     except Exception as error:
-        raise RuntimeError(
-            f"CUDA kernels: need NVRTC ({str(error).strip()}); {gpu.install()}"
-        ) from error
+        raise RuntimeError(f"needs NVRTC ({str(error).strip()}); {gpu.install()}") from error
     driver = cp.cuda.runtime.driverGetVersion()
     if driver // 1000 < compiler:
         raise RuntimeError(
-            f"CUDA kernels: expected a driver for CUDA {compiler} as the compiler (NVRTC), got one"
+            f"needs a driver for CUDA {compiler} as the compiler (NVRTC), got one"
             f" for {driver // 1000}.{driver % 1000 // 10}; update the driver or install"
             f" 'fp4comm[cuda{driver // 1000}]'"
         )

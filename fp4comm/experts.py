@@ -217,8 +217,7 @@ def _check_weights(a2a: AllToAll, gate_up: Any, down: Any, x: Any) -> None:
     for name, weights in (("gate_up", gate_up), ("down", down)):
         if not isinstance(weights, torch.Tensor):
             raise TypeError(f"{name}: expected a torch tensor, got {type(weights).__name__}")
-        if not weights.is_floating_point() or weights.element_size() < 2:
-            raise TypeError(f"{name}: expected float32, bfloat16 or float16, got {weights.dtype}")
+        check.weight_dtype(name, weights)
         if weights.dim() != 3:
             raise ValueError(f"{name}: expected 3 dimensions, got {weights.dim()}")
         if isinstance(x, torch.Tensor) and weights.device != x.device:

@@ -73,8 +73,6 @@ class Format:
     block: int  # elements under one scale; 0 = no scales
     scale_rules: tuple[str, ...] = ()  # the first is the default
     largest_scale: int = E8M0_MAX  # largest scale byte that is made
-    block_scale_bytes: int = 1
-    row_scale_bytes: int = 0  # beside the block scales
 
     def num_blocks(self, hidden: int) -> int:
         """Scales in a row of `hidden` elements; the last block may be short."""
@@ -85,8 +83,8 @@ class Format:
         return hidden * self.element.bits // 8
 
     def scale_bytes(self, hidden: int) -> int:
-        """Bytes of scales in a row."""
-        return self.num_blocks(hidden) * self.block_scale_bytes + self.row_scale_bytes
+        """Bytes of scales in a row: E8M0."""
+        return self.num_blocks(hidden)
 
     def row_bytes(self, hidden: int) -> int:
         """Bytes of a row on the wire, without the route."""

@@ -9,12 +9,14 @@ import datetime
 import os
 import time
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
+import click
 import torch
 
-from fp4comm import codec, transport
+from fp4comm import check, codec, transport
 from fp4comm.transport import Transport
+from fp4comm.transport.mpi import SIZE_VARIABLES
 
 Result = TypeVar("Result")
 
@@ -24,7 +26,7 @@ TORCH_VARIABLES = WHO + WHERE
 # Only srun's job steps have it; a batch script, one process, has SLURM_PROCID and SLURM_NTASKS too.
 SLURM_SIZE = "SLURM_STEP_NUM_TASKS"
 SLURM_WHO = ("SLURM_PROCID", SLURM_SIZE)
-# srun's come last, since it may start mpirun or torchrun
+# In the order of SIZE_VARIABLES.
 RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "RANK", "SLURM_PROCID")
 LOCAL_RANK_VARIABLES = (
     "LOCAL_RANK",
@@ -32,22 +34,28 @@ LOCAL_RANK_VARIABLES = (
     "MPI_LOCALRANKID",
     "SLURM_LOCALID",
 )
-SIZE_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "WORLD_SIZE", SLURM_SIZE)
 MOST_RANKS, MOST_PORT = 2**31 - 1, 2**16 - 1
-LAST_WORDS_S = 1.0  # launchers end all ranks when one fails: the others let rank 0 print first
+LAST_WORDS_S = 1.0  # launchers end all ranks when one fails: the others let one print first
 
 
-class LaunchedRankError(Exception):
-    """An error that one rank reports for all.
+class UserError(click.ClickException):
+    """A mistake of the user's, or a rank that is gone: one line, on one rank; exit code 2.
 
     Attributes:
         is_reporter: whether this process is the one.
     """
 
-    def __init__(self, error: Exception, is_reporter: bool) -> None:
-        """Wrap the error."""
-        super().__init__(" ".join(str(error).split()))
+    exit_code = 2
+
+    def __init__(self, error: Exception | str, is_reporter: bool = True) -> None:
+        """Say what is wrong."""
+        super().__init__(str(error))
         self.is_reporter = is_reporter
+
+    def show(self, file: Any = None) -> None:
+        """Print on the rank that reports."""
+        if self.is_reporter:
+            click.echo(f"Error: {self.message}", err=True, file=file)
 
 
 def launched_rank() -> int:
@@ -137,19 +145,20 @@ def run(
         The result, and whether this process is the one that prints.
 
     Raises:
-        LaunchedRankError: a mistake of the user's, or a rank that is late or gone, on all ranks; a
+        UserError: a mistake of the user's, or a rank that is late or gone, on all ranks; a
             wrong variable of a launcher, or no GPU, on the rank that has it.
     """
     try:
         name = _choose_and_check(name, device)
     except ValueError as error:  # perhaps on this rank alone
-        raise LaunchedRankError(error, True) from error
+        raise _in_one_line(error, True) from error
     try:
         if name == "nccl" and device != "cuda":
             raise ValueError(f'device: expected cuda with transport "nccl", got {device}')
         if name == "local":
             _check_alone()
             num_ranks = default_ranks if num_ranks is None else num_ranks
+            check.positive_int("ranks", num_ranks)
 
             def on_thread(group: Transport) -> Result:
                 use_device(device, group.rank)
@@ -161,10 +170,18 @@ def run(
         try:
             use_device(device, local_rank())
         except RuntimeError as error:  # perhaps on this rank alone
-            raise LaunchedRankError(error, True) from error
+            raise _in_one_line(error, True) from error
         return _run_launched(name, timeout_s, fn, device)
-    except (ValueError, TypeError, RuntimeError, OSError) as error:  # OSError: late, or gone
-        raise LaunchedRankError(error, launched_rank() == 0) from error
+    except OSError as error:  # a rank did not come to open the transport; perhaps rank 0
+        reports = launched_rank() < 2
+        let_reporter_print(reports)
+        raise _in_one_line(error, reports) from error
+    except (ValueError, TypeError, RuntimeError) as error:
+        raise _in_one_line(error, launched_rank() == 0) from error
+
+
+def _in_one_line(error: Exception, is_reporter: bool) -> UserError:
+    return UserError(" ".join(str(error).split()), is_reporter)
 
 
 def _check_alone() -> None:
@@ -185,9 +202,10 @@ def _run_launched(
         result = fn(group)
     except Exception as error:
         group.abort(f"{type(error).__name__}: {error}")
-        let_rank_0_print(group.rank == 0)
+        reports = group.rank == 0 or 0 in getattr(error, "peers", ())  # if it is late or gone
+        let_reporter_print(reports)
         if isinstance(error, (ValueError, TypeError, RuntimeError, OSError)):
-            raise LaunchedRankError(error, group.rank == 0) from error
+            raise _in_one_line(error, reports) from error
         raise
     else:
         return result, group.rank == 0
@@ -201,7 +219,11 @@ def _start_torch(timeout_s: float, backend: str) -> None:
     rank, num_ranks = _torch_world()
     if not dist.is_initialized():
         limit = datetime.timedelta(seconds=min(timeout_s, 1e6))
-        dist.init_process_group(backend, timeout=limit, rank=rank, world_size=num_ranks)
+        try:
+            dist.init_process_group(backend, timeout=limit, rank=rank, world_size=num_ranks)
+        except dist.DistError as error:
+            reason = str(error).partition("\n")[0]
+            raise ConnectionError(f"rank {rank} of {num_ranks}: open: {reason}") from error
 
 
 def _choose_and_check(name: str, device: str) -> str:
@@ -235,9 +257,9 @@ def _rank_variables() -> tuple[str, str]:
     return SLURM_WHO if os.environ.get(SLURM_SIZE) and not _set_values(WHO) else WHO
 
 
-def let_rank_0_print(is_rank_0: bool) -> None:
-    """Wait a little before failing on another rank than 0."""
-    if not is_rank_0:
+def let_reporter_print(is_reporter: bool) -> None:
+    """Wait a little before failing on another rank than the one that reports."""
+    if not is_reporter:
         time.sleep(LAST_WORDS_S)
 
 

@@ -107,8 +107,7 @@ def mpi_library() -> str | None:
 
 def nccl_library() -> str | None:
     """Version of the NCCL that this process has loaded; None without one."""
-    ask = lambda: importlib.import_module("cupy.cuda.nccl").get_version()  # noqa: E731
-    version = _or_else(ask, None)
+    version = _or_else(lambda: importlib.import_module("cupy.cuda.nccl").get_version(), None)
     return None if version is None else gpu.nccl_words(version)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -11,8 +12,8 @@ import click
 from click.core import ParameterSource
 
 from fp4comm import transport
-from fp4comm.bench.settings import DEVICES
 from fp4comm.formats import FORMATS
+from fp4comm.topology import DEVICES
 
 Option = Callable[[Callable[..., Any]], Callable[..., Any]]
 
@@ -44,6 +45,33 @@ def _writable(context: click.Context, parameter: click.Parameter, value: Path | 
     return value
 
 
+class FileCommand(click.Command):
+    """A command that writes no file over one that it reads, or over another that it writes."""
+
+    def invoke(self, context: click.Context) -> Any:
+        """Refuse that, then run."""
+        named = [
+            (parameter, file)
+            for parameter in self.params
+            for file in _files(parameter, context.params.get(str(parameter.name)))
+        ]
+        for output, other in itertools.permutations(named, 2):
+            if output[0].callback is _writable and output[1].resolve() == other[1].resolve():
+                written, read = (parameter.opts[0].lstrip("-") for parameter, _ in (output, other))
+                raise click.UsageError(
+                    f"{written}: expected another file than that of {read}, got {output[1]}"
+                )
+        return super().invoke(context)
+
+
+def _files(parameter: click.Parameter, value: Any) -> list[Path]:
+    """What of a value is a file: all paths, and a name that a file has."""
+    if isinstance(value, str) and "FILE" in (parameter.metavar or ""):
+        return [Path(value)] if Path(value).is_file() else []
+    values = value if isinstance(value, tuple) else (value,)
+    return [value for value in values if isinstance(value, Path)]
+
+
 OUTPUT: dict[str, Any] = {
     "type": click.Path(dir_okay=False, writable=True, path_type=Path),
     "callback": _writable,
@@ -67,7 +95,7 @@ def together(*options: Option) -> Option:
 
 def several_option(name: str, text: str) -> Option:
     """Add an option that may hold several values, as `bench.wires.separated` takes them."""
-    return click.option(f"--{name}", multiple=True, help=f"{text}", metavar=f"{name.upper()}[,...]")
+    return click.option(f"--{name}", multiple=True, help=text, metavar=f"{name.upper()}[,...]")
 
 
 run_options = together(  # of all that runs on ranks

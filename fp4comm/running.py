@@ -10,25 +10,10 @@ from typing import Any, NoReturn, TypeVar
 import click
 
 from fp4comm import launch, progress
+from fp4comm.launch import UserError
 from fp4comm.transport import Transport
 
 Result = TypeVar("Result")
-
-
-class UserError(click.ClickException):
-    """A mistake of the user's, or a rank that is gone: one line, on one rank; exit code 2."""
-
-    exit_code = 2
-
-    def __init__(self, message: str, is_reporter: bool = True) -> None:
-        """Say what is wrong."""
-        super().__init__(message)
-        self.is_reporter = is_reporter
-
-    def show(self, file: Any = None) -> None:
-        """Print on the rank that reports."""
-        if self.is_reporter:
-            click.echo(f"Error: {self.message}", err=True, file=file)
 
 
 def run_command(command: click.Command) -> NoReturn:
@@ -52,14 +37,11 @@ def run_on_ranks(
     options: dict[str, Any], default_ranks: int, on_rank: Callable[[Transport], Result]
 ) -> tuple[Result, bool]:
     """Run on the ranks that the options ask for; return the result, and whether this one prints."""
-    try:
-        return launch.run(
-            options["transport_name"],
-            options["ranks"],
-            default_ranks,
-            options["timeout_s"],
-            on_rank,
-            options["device"],
-        )
-    except launch.LaunchedRankError as error:
-        raise UserError(str(error), error.is_reporter) from error
+    return launch.run(
+        options["transport_name"],
+        options["ranks"],
+        default_ranks,
+        options["timeout_s"],
+        on_rank,
+        options["device"],
+    )

@@ -92,6 +92,7 @@ class Topology:
 
     Attributes:
         name: of the preset or file.
+        description: one line, for the report.
         device: ``"cpu"`` or ``"cuda"``, where the rows are.
         ranks: ranks of each node; one number is that of every node.
         most_nodes: that the file describes.

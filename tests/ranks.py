@@ -18,9 +18,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPTS = Path(__file__).resolve().parent / "mpi"
+LIMIT_S = 400  # what takes longer hangs, on a busy machine too
 
 
-def mpirun(num_ranks, script, *args, timeout=60, env=None, options=()):
+def mpirun(num_ranks, script, *args, timeout=LIMIT_S, env=None, options=()):
     """Run ``script`` (in tests/mpi, or a path) on ``num_ranks`` MPI ranks; return CompletedProcess.
 
     ``stdout`` holds what all ranks wrote, stderr included.  Raises AssertionError with the output
@@ -32,7 +33,7 @@ def mpirun(num_ranks, script, *args, timeout=60, env=None, options=()):
     return _run([command], [root | (env or {})], timeout)[0]
 
 
-def torch_ranks(num_ranks, script, *args, timeout=60, env=None, names=("RANK", "WORLD_SIZE")):
+def torch_ranks(num_ranks, script, *args, timeout=LIMIT_S, env=None, names=("RANK", "WORLD_SIZE")):
     """Run ``script`` in ``num_ranks`` processes that torch.distributed finds by RANK, WORLD_SIZE...
 
     Returns a list of CompletedProcess, one a rank; else as `mpirun`.  Names are those of the
@@ -46,7 +47,7 @@ def torch_ranks(num_ranks, script, *args, timeout=60, env=None, names=("RANK", "
     return _run([command] * num_ranks, envs, timeout)
 
 
-def python(script, *args, timeout=60, env=None):
+def python(script, *args, timeout=LIMIT_S, env=None):
     """Run ``script`` alone; return CompletedProcess as `mpirun`."""
     return _run([[sys.executable, str(SCRIPTS / script), *map(str, args)]], [env or {}], timeout)[0]
 

@@ -290,11 +290,31 @@ def test_files_without_routing_are_named(tmp_path):
     save_file({"x": torch.zeros(3, 32)}, tmp_path / "x")
     save_file({"topk_idx": torch.zeros(3, 2, dtype=torch.bfloat16)}, tmp_path / "floats")
     (tmp_path / "empty.npy").touch()
-    for name in ("nothing", "x", "floats", "empty.npy"):
+    np.savez(tmp_path / "several.npz", topk_idx=np.zeros((3, 2), int))
+    (tmp_path / "several.npz").rename(tmp_path / "zip.npy")
+    for name in ("nothing", "x", "floats", "empty.npy", "zip.npy"):
         with pytest.raises(
             ValueError, match=f"routing: expected a .npy or .* topk_idx, got .*{name}"
         ):
             read_routing(tmp_path / name)
+
+
+def test_routing_to_no_expert_needs_their_number(tmp_path):
+    from safetensors.torch import save_file
+
+    idx = torch.full((4, 2), -1)
+    np.save(tmp_path / "none.npy", idx.numpy())
+    data = {"x": torch.zeros(4, 32).bfloat16(), "topk_idx": idx, "topk_weights": torch.ones(4, 2)}
+    save_file(data, tmp_path / "none")
+    with pytest.raises(ValueError, match=r"routing: .*none.npy: expected some expert, or how many"):
+        read_routing(tmp_path / "none.npy")
+    with pytest.raises(ValueError, match=r"data: x from none: expected some expert in topk_idx"):
+        Recorded([tmp_path / "none"], num_ranks=2)
+    assert read_routing(tmp_path / "none.npy", 4)[1] == 4
+    assert Recorded([tmp_path / "none"], 2, num_experts=4).num_experts == 4
+    save_file({**data, "topk_idx": idx[:, :0], "topk_weights": torch.ones(4, 0)}, tmp_path / "k0")
+    with pytest.raises(ValueError, match=r"k0: expected topk_idx of .* got torch.int64 \[4, 0\]"):
+        Recorded([tmp_path / "k0"], num_ranks=1)
 
 
 def test_files_that_are_no_data_are_named(tmp_path):
@@ -316,7 +336,9 @@ def test_files_that_are_no_data_are_named(tmp_path):
 def measure(workload, **settings):
     settings = bench.Settings(**{"wires": ("mxfp4",), "warmup": 1, "iterations": 1} | settings)
     num_ranks = len(workload.num_tokens)
-    return transport.run_local(num_ranks, lambda t: bench.measure(t, workload, settings), 60)
+    return transport.run_local(
+        num_ranks, lambda t: next(bench.measure_each(t, [workload], settings)), 60
+    )
 
 
 @pytest.mark.parametrize("arrive", ["fp8", "bf16", "packed"])

@@ -4,6 +4,7 @@ import dataclasses
 import importlib
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -192,7 +193,7 @@ BAD = [
     (["--tokens", "1,2.5"], "tokens: expected whole numbers, got '2.5'"),
     (["--alignment", "0"], "alignment: expected at least 1"),
     (["--skew", "-2"], "skew: expected"),
-    (["--ranks", "0"], "num_ranks: expected at least 1"),
+    (["--ranks", "0"], "ranks: expected at least 1, got 0"),
     (["--data", "nothing"], "data: expected a safetensors file, got nothing"),
     (["--timeout-s", "0"], "timeout_s: expected more than 0 seconds, got 0.0"),
     (["--transport", "nccl"], 'device: expected cuda with transport "nccl", got cpu'),
@@ -223,6 +224,20 @@ def test_a_route_that_one_node_does_not_have_is_told(node, is_told):
     result = run("bench", *TINY, "--route", "flat,two_hop", "--ranks-per-node", node)
     assert result.exit_code == 0, result.output
     assert ("# route: on one node every route is the flat one" in result.output) == is_told
+
+
+@pytest.mark.parametrize(
+    "command", [("bench", *TINY[:4], "--routing"), ("plan", "--topology", "cpu-1g", "--routing")]
+)
+def test_what_is_read_is_not_written_over(tmp_path, command):
+    file = tmp_path / "topk.npy"
+    np.save(file, np.zeros((4, 2), np.int64))
+    before = file.read_bytes()
+    result = run(*command, file, "--json", tmp_path / "." / "topk.npy")
+    assert result.exit_code == 2
+    text = f"Error: json: expected another file than that of routing, got {file}\n"
+    assert result.output == text
+    assert file.read_bytes() == before
 
 
 def test_a_folder_for_json_that_is_not_there_is_noticed_first(tmp_path):
@@ -427,7 +442,7 @@ def test_a_mistake_on_one_rank_is_every_ranks_error():
 
 def test_demo_under_mpirun():
     options = ("--data", DATA, "--warmup", 1, "--iterations", 2)
-    done = ranks.mpirun(4, SCRIPT, "demo", *options, timeout=120)
+    done = ranks.mpirun(4, SCRIPT, "demo", *options)
     ranks.passed(done)
     assert done.stdout.count("OK: 0 wrong") == 1
     assert "4 ranks on 1 host, transport mpi" in done.stdout
@@ -437,7 +452,7 @@ def test_demo_under_mpirun():
 def test_bench_under_mpirun(tmp_path):
     options = (*TINY, "--tokens", "1", "--skew", "1.0", "--wire", "mxfp4")
     also = ("--also", "round_trip", "--json", tmp_path / "out.json")
-    done = ranks.mpirun(4, SCRIPT, "bench", *options, *also, timeout=120)
+    done = ranks.mpirun(4, SCRIPT, "bench", *options, *also)
     ranks.passed(done)
     assert done.stdout.count("# wrong rows: 0 OK") == 1
     first, second = json.loads((tmp_path / "out.json").read_text())
@@ -476,6 +491,36 @@ def test_under_mpirun_one_rank_tells_and_none_hangs(arguments, text):
     assert done.stdout.count("Error: ") == 1, done.stdout
 
 
+LATE = """
+import os, time
+from fp4comm import cli
+def late(options):
+    if os.environ["{variable}"] == "0":
+        time.sleep(15)
+    return options
+{wrapped}
+cli.main()
+"""
+
+
+def test_if_rank_0_is_late_another_tells(tmp_path):
+    script = tmp_path / "late.py"
+    comparable = "comparable = cli.comparable\ncli.comparable = lambda o: comparable(late(o))"
+    script.write_text(LATE.format(variable="OMPI_COMM_WORLD_RANK", wrapped=comparable))
+    done = ranks.mpirun(3, script, "bench", *TINY, "--timeout-s", "1")
+    assert done.returncode == 2, ranks.report(done)
+    text = r"Error: rank [12] of 3: arguments: no answer from rank 0 within 1\.0 s"
+    assert re.search(text, done.stdout), ranks.report(done)
+
+
+def test_if_rank_0_is_late_to_open_another_tells(tmp_path):
+    script = tmp_path / "late.py"
+    script.write_text(LATE.format(variable="RANK", wrapped="late(None)"))
+    runs = ranks.torch_ranks(2, script, "bench", *TINY, "--timeout-s", "3")
+    assert runs[1].returncode == 2, ranks.report(*runs)
+    assert "Error: rank 1 of 2: open: " in runs[1].stdout, ranks.report(*runs)
+
+
 def test_another_size_on_one_rank_is_no_wrong_row(tmp_path):
     script = tmp_path / "bench.py"
     script.write_text(
@@ -487,6 +532,21 @@ def test_another_size_on_one_rank_is_no_wrong_row(tmp_path):
     done = ranks.mpirun(2, script, "bench", "--hidden", "64", "--experts", "4", "--topk", "2")
     assert done.returncode == 2, done.stdout
     text = "Error: rank 1 of 2: tokens: expected 8 as on rank 0, got 9"
+    assert done.stdout.count("Error: ") == done.stdout.count(text) == 1, done.stdout
+
+
+def test_another_command_on_one_rank_is_named(tmp_path):
+    script = tmp_path / "other.py"
+    script.write_text(
+        "import os, sys\n"
+        "from fp4comm.cli import main\n"
+        "sys.argv += [['demo'], ['bench', '--calibrate', 'x.toml']]"
+        "[int(os.environ['OMPI_COMM_WORLD_RANK'])]\n"
+        "main()\n"
+    )
+    done = ranks.mpirun(2, script)
+    assert done.returncode == 2, done.stdout
+    text = "Error: rank 1 of 2: command: expected demo as on rank 0, got bench --calibrate"
     assert done.stdout.count("Error: ") == done.stdout.count(text) == 1, done.stdout
 
 
@@ -546,7 +606,9 @@ for arguments, text, code in {cases!r}:
         print(arguments, result.exit_code, result.output)
 """
     command = [sys.executable, "-O", "-c", code]
-    done = subprocess.run(command, cwd=ranks.ROOT, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        command, cwd=ranks.ROOT, capture_output=True, text=True, timeout=ranks.LIMIT_S
+    )
     assert (done.returncode, done.stdout) == (0, ""), done
 
 

@@ -108,7 +108,7 @@ def test_a_kernel_that_does_not_compile_shows_the_compilers_log(tmp_path, monkey
 def test_without_cupy_the_error_says_what_to_install(monkeypatch):
     monkeypatch.setattr(cuda_kernels.torch.version, "cuda", "13.0")
     monkeypatch.setitem(__import__("sys").modules, "cupy", None)
-    with pytest.raises(RuntimeError, match=r"need CuPy .*pip install 'fp4comm\[cuda13\]'"):
+    with pytest.raises(RuntimeError, match=r"needs CuPy .*pip install 'fp4comm\[cuda13\]'"):
         cuda_kernels.cupy()
 
 
@@ -118,7 +118,7 @@ def test_a_broken_cupy_is_told_like_a_missing_one(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     for name in [name for name in sys.modules if name.split(".")[0] == "cupy"]:
         monkeypatch.delitem(sys.modules, name)
-    with pytest.raises(RuntimeError, match=r"need CuPy \(AttributeError: half installed\); pip"):
+    with pytest.raises(RuntimeError, match=r"needs CuPy \(AttributeError: half installed\); pip"):
         cuda_kernels.cupy()
 
 

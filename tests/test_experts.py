@@ -201,7 +201,7 @@ MISTAKES = {
     "integers": (
         {"down": lambda w: w.detach().int()},
         TypeError,
-        "down: expected float32, bfloat16 or float16, got torch.int32",
+        "down: expected float32, bfloat16, float16, float64, got int32",
     ),
     "no tensor": (
         {"gate_up": lambda w: None},

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.skipif(
 
 
 def test_models_with_their_experts_on_two_ranks():
-    runs = ranks.torch_ranks(2, "transformers_models.py", timeout=300)
+    runs = ranks.torch_ranks(2, "transformers_models.py")
     ranks.passed(*runs)
     for kind in ("Mixtral", "Qwen3Moe", "DeepseekV3", "GptOss"):
         for run in runs:

@@ -11,4 +11,4 @@ import ranks
 
 @pytest.mark.skipif(not importlib.util.find_spec("vllm"), reason="needs: pip install vllm")
 def test_a_kernel_of_vllm_on_two_ranks():
-    ranks.passed(*ranks.torch_ranks(2, "vllm_experts.py", timeout=150))
+    ranks.passed(*ranks.torch_ranks(2, "vllm_experts.py"))

@@ -20,13 +20,13 @@ def test_every_mistake_on_threads(num_ranks):
 
 
 def test_every_mistake_under_mpirun():
-    run = ranks.mpirun(3, "mistakes.py", "mpi", timeout=120)
+    run = ranks.mpirun(3, "mistakes.py", "mpi")
     assert run.stdout.count("mistakes right") == 3, ranks.report(run)
     assert run.stdout.count("told: ") == 3 * len(mistakes.DIFFERENT_CALLS), ranks.report(run)
 
 
 def test_every_mistake_on_torch_distributed():
-    runs = ranks.torch_ranks(2, "mistakes.py", "torch", timeout=120)
+    runs = ranks.torch_ranks(2, "mistakes.py", "torch")
     ranks.passed(*runs)
 
 

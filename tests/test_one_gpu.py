@@ -87,8 +87,8 @@ def start(tmp_path, monkeypatch):
         process.wait()
 
 
-def finish(process, timeout=30):
-    output, _ = process.communicate(timeout=timeout)
+def finish(process):
+    output, _ = process.communicate(timeout=ranks.LIMIT_S)
     return process.returncode, output
 
 
@@ -136,7 +136,7 @@ def test_mps_and_ranks_are_stopped_with_it(start, number, tmp_path):
     pids = tmp_path / "pids"
     code = f"import os, time; open({str(pids)!r}, 'a').write(f'{{os.getpid()}} '); time.sleep(60)"
     process = run("-n", 2, sys.executable, "-c", code)
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + ranks.LIMIT_S
     while not (pids.exists() and len(pids.read_text().split()) == 2):
         assert time.monotonic() < deadline
         assert process.poll() is None
@@ -150,7 +150,7 @@ def test_mps_and_ranks_are_stopped_with_it(start, number, tmp_path):
 
 
 def is_gone(pid):
-    for _ in range(50):
+    for _ in range(600):
         with contextlib.suppress(FileNotFoundError):
             if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z":
                 time.sleep(0.1)

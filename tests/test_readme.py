@@ -42,7 +42,7 @@ def test_examples_on_groups_of_torch_distributed(tmp_path, number, num_ranks):
     (tmp_path / "example.py").write_text(program)
     if "transformers" in program and importlib.util.find_spec("transformers") is None:
         pytest.skip("needs transformers")
-    done = ranks.torch_ranks(num_ranks, tmp_path / "example.py", timeout=120)
+    done = ranks.torch_ranks(num_ranks, tmp_path / "example.py")
     ranks.passed(*done)
     shown = program.count("print(")
     assert all(run.stdout.count(f"rank {rank}: (") == shown for rank, run in enumerate(done))

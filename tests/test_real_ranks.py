@@ -18,7 +18,7 @@ import ranks
     ],
 )
 def test_under_mpirun(num_ranks, checks):
-    run = ranks.mpirun(num_ranks, "cases.py", "mpi", *checks, timeout=240)
+    run = ranks.mpirun(num_ranks, "cases.py", "mpi", *checks)
     ranks.passed(run)
     for check in checks:
         assert run.stdout.count(f"{check} right") == num_ranks, ranks.report(run)
@@ -29,7 +29,7 @@ def test_under_mpirun(num_ranks, checks):
     [(1, ["rounds"]), (2, ["rounds", "gradients"]), (4, ["rounds", "two_hops"])],
 )
 def test_on_torch_distributed(num_ranks, checks):
-    runs = ranks.torch_ranks(num_ranks, "cases.py", "torch", *checks, timeout=240)
+    runs = ranks.torch_ranks(num_ranks, "cases.py", "torch", *checks)
     ranks.passed(*runs)
     for check in checks:
         assert all(f"{check} right" in run.stdout for run in runs), ranks.report(*runs)

@@ -363,13 +363,6 @@ def test_gathered_rows_and_padding(wire):
     np.testing.assert_array_equal(bits[[0, 2, 3]], bf16_bits(x[[2, 0, 2]]))  # 1, 2, 3 are exact
 
 
-def test_group_gaps():
-    scales = np.uint8([[100, 86, 100, 100, 100], [100, 85, 0xFF, 100, 7], [0xFF, 0, 0xFF, 15, 0]])
-    assert reference.group_gaps(scales, MXFP4, 160).tolist() == [0, 1, 1]
-    assert reference.group_gaps(scales[:, :2], FP8, 256).tolist() == [0, 0, 0]
-    assert reference.group_gaps(np.zeros((2, 0), np.uint8), BF16, 256).tolist() == [0, 0]
-
-
 # Columns
 
 

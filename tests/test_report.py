@@ -341,6 +341,8 @@ def with_row(**changes):
         (with_row(time={"median_us": 0, "p90_us": 1}), "rows.2.time.median_us: expected a time"),
         (with_row(parts_us={"plan": None}), "rows.2.parts_us.plan: expected a time, got nothing"),
         ({"command": "plan"}, "ranks: expected a whole number, got nothing"),
+        ({**json.loads(DEMO.read_text()), "arguments": {"skew": [1]}},
+         "arguments.skew: expected a number or balanced, got [1]"),
     ],
 )  # fmt: skip
 def test_what_is_no_result_is_refused_in_one_line(tmp_path, content, text):
@@ -376,8 +378,29 @@ def test_other_mistakes_of_the_command_line(tmp_path):
     assert "expected a result beside the topology" in run("report", topology).output
     copy = tmp_path / "copy.json"
     copy.write_text(DEMO.read_text())
-    assert "expected another file" in run("report", copy, "--json", copy).output
+    refused = run("report", copy, "--json", copy)
+    assert "json: expected another file than that of files, got " in refused.output
     assert copy.read_text() == DEMO.read_text()
+    refused = run("report", copy, "--json", tmp_path / "out", "--html", tmp_path / "out")
+    assert refused.exit_code == 2
+    assert "expected another file than that of" in refused.output
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+@pytest.mark.parametrize("option", ["json", "html", "png"])
+def test_a_full_disk_is_one_line(option):
+    refused = run("report", DEMO, f"--{option}", "/dev/full")
+    assert refused.exit_code == 2
+    assert f"Error: {option}: /dev/full cannot be written: No space left" in refused.output
+
+
+def test_names_that_are_no_text_are_shown(tmp_path):
+    content = json.loads(DEMO.read_text())
+    content["workload"] = "routing from bad\udcff.npy"
+    odd, page = tmp_path / "odd.json", tmp_path / "odd.html"
+    odd.write_text(json.dumps(content))
+    passed("report", odd, "--html", page)
+    assert "bad\\udcff.npy" in page.read_text()
 
 
 def test_without_the_extra_the_error_names_it_and_words_still_come(tmp_path, monkeypatch):

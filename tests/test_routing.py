@@ -95,7 +95,7 @@ def test_relay_of_the_example():
 
 def test_layout_of_the_example():
     route = torch.tensor([[1, 0], [1, -1], [0, -1]], dtype=torch.int16).view(torch.uint8)
-    layout = routing.expert_layout(route, 2, np.array([3]), np.array([2, 2]), 4)
+    layout = routing.expert_layout(route, 2, np.array([2, 2]), 4)
     assert layout.slot_rows.tolist() == [[4, 0], [5, -1], [1, -1]]
     assert layout.expert_offsets_array.tolist() == [0, 4, 8]
     assert layout.row_source.tolist() == [0, 2, -1, -1, 0, 1, -1, -1]

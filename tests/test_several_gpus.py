@@ -13,7 +13,7 @@ SCRIPT = ranks.ROOT / "benchmarks" / "several_gpus.py"
 
 
 def start(*arguments):
-    return ranks.python(SCRIPT, *arguments, timeout=120)
+    return ranks.python(SCRIPT, *arguments)
 
 
 def test_a_step_writes_its_file_and_what_it_printed(tmp_path):

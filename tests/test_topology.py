@@ -410,7 +410,7 @@ def test_two_hops_save_network_bytes_and_nothing_within_a_node():
     for nodes, routes in ((8, ("flat", "two_hop")), (1, ("flat",))):
         places = found.places(nodes)
         rows = spread.uniform(8, Placement(256, places.num_ranks), places)
-        plan = Plan(found, places, rows, shape, Settings(("bf16", "mxfp4")))
+        plan = Plan(found, places, rows, shape, 256, Settings(("bf16", "mxfp4")))
         assert plan.routes == routes
         by_route = {r.route: r for r in plan.rows() if (r.op, r.format) == ("dispatch", "mxfp4")}
         assert tuple(by_route) == routes
@@ -424,7 +424,7 @@ def test_fp4_does_not_pay_where_calls_take_all_the_time():
     found = topology.load(PRESET)
     places = found.places(1)
     rows = spread.uniform(8, Placement(256, 8), places)
-    plan = Plan(found, places, rows, Shape(1, 7168, 8), Settings(("bf16", "fp8", "mxfp4")))
+    plan = Plan(found, places, rows, Shape(1, 7168, 8), 256, Settings(("bf16", "fp8", "mxfp4")))
     assert plan.gain("bf16") < 1.05
     assert 1 < plan.pays_from("bf16") < plan.pays_from("fp8")
 
@@ -435,7 +435,7 @@ def test_sixteen_thousand_ranks():
     for skew, limit in ((0.0, None), (1.0, None), (0.0, 4)):
         rows = spread.synthetic(Synthetic(16384, 4096, 7168, 16384, 8, skew), places, limit)
         assert rows.slots.sum() == pytest.approx(8)
-        plan = Plan(found, places, rows, Shape(4096, 7168, 8), Settings(("mxfp4",)))
+        plan = Plan(found, places, rows, Shape(4096, 7168, 8), 256, Settings(("mxfp4",)))
         assert len(plan.rows()) == 5
 
 
@@ -556,6 +556,8 @@ def test_calibrate_refuses():
     result = run("bench", "--calibrate", "x.toml", "--tokens", 4)
     assert result.exit_code == 2
     assert "calibrate: expected without --tokens" in result.output
+    result = run("bench", "--calibrate", "x.json")
+    assert "calibrate: expected a file NAME.toml, got x.json" in result.output
     result = run("bench", "--calibrate", "x.toml", "--ranks", 1)
     assert result.exit_code == 2
     assert "calibrate: expected at least 2 ranks, got 1" in result.output

@@ -20,7 +20,7 @@ import ranks
 import torch
 
 from fp4comm import transport
-from fp4comm.transport import _nccl_ranks
+from fp4comm.transport import _nccl_ranks, mpi
 from fp4comm.transport.local import LocalTransport
 
 sys.path.insert(0, str(ranks.SCRIPTS))
@@ -86,7 +86,7 @@ def test_mpi_takes_any_communicator_and_any_number_of_transports():
 
 
 def test_mpi_passes_2_and_4_gib():
-    ranks.passed(ranks.mpirun(2, "mpi_groups.py", "big", timeout=90))
+    ranks.passed(ranks.mpirun(2, "mpi_groups.py", "big"))
 
 
 def test_torch_takes_any_group_and_any_number_of_transports():
@@ -296,7 +296,7 @@ def python(code, **env):
         env=ranks._environment() | env,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=ranks.LIMIT_S,
     )
     assert run.returncode == 0, run.stderr
     return run.stdout
@@ -337,7 +337,7 @@ def test_missing_mpi_says_what_to_install_and_why(tmp_path, error, text):
     assert said == [want, want, "1"]
 
 
-@pytest.mark.parametrize("name", ["OMPI_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "WORLD_SIZE"])
+@pytest.mark.parametrize("name", mpi.SIZE_VARIABLES)
 def test_wrong_launcher_is_an_error(name):
     """INS-11: the real MPI, alone, though the environment says that there are two."""
     said = python(OPEN_MPI, **{name: "2"}).splitlines()

@@ -104,7 +104,7 @@ def test_a_token_crosses_once_to_each_node(sizes):
     def on_rank(t):
         a2a = AllToAll(t, num_experts=num_experts, hidden=32, route="two_hop", ranks_per_node=sizes)
         d = a2a.dispatch(torch.zeros(num_tokens, 32).bfloat16(), ids[t.rank])
-        return [to for to, _ in d.handle._way.hops], d.handle.layout.recv_splits
+        return [to for to, _ in d.handle._way.hops], d.handle._way.recv_splits
 
     sent, arrived = zip(*transport.run_local(num_ranks, on_rank), strict=True)
     for source in range(num_ranks):
@@ -250,7 +250,7 @@ def test_a_rank_that_fails_in_a_hop_stops_the_others(how, operation, hop):
             "backward": lambda: y.backward(dy),
         }[operation]
         all_made.wait(30)
-        a2a.timeout_s = LIMIT_S
+        a2a.timeout_s = LIMIT_S if how == "stall" else 20
         if t.rank == VICTIM:
             fail_in_hop(t, hop, how)
         start, raised = time.monotonic(), None

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import dataclasses
 import statistics
-from collections.abc import Callable
 
 import numpy as np
 
+from fp4comm import progress
 from fp4comm.bench.kernels import Kernels
 from fp4comm.bench.meter import Meter
 from fp4comm.bench.run import COMPILING, compile_first
@@ -31,7 +31,7 @@ class LinkTimes:
     Attributes:
         gbs: of a rank, or of all of a node's NICs; GB/s = 10^9 B/s, each way.
         latency_us: of one tiny exchange with one peer, the call included.
-        message_us: what each message more adds.
+        message_us: what each further message adds.
         pair_latency_us: of each pair of ranks.
         pair_gbs: of each pair, all pairs of a round at once.
     """
@@ -72,7 +72,7 @@ def calibrate(
     transport: Transport,
     device: str,
     timeout_s: float = 300.0,
-    progress: Callable[[str], None] = lambda text: None,
+    tell: progress.Tell = progress.NOTHING,
 ) -> Calibration:
     """Measure; every rank returns the same.
 
@@ -80,7 +80,7 @@ def calibrate(
         transport: all of its ranks take part.
         device: ``"cpu"``, or ``"cuda"``: the device that is current on each rank.
         timeout_s: as `AllToAll` takes it.
-        progress: told what comes next, on every rank.
+        tell: told what comes next, on every rank.
 
     Raises:
         ValueError: one rank, or ranks of a node that are not consecutive.
@@ -90,11 +90,11 @@ def calibrate(
     sizes = list(find_nodes(transport))
     node = np.repeat(np.arange(len(sizes)), sizes)
     meter = Meter(transport, device)
-    progress("measuring the copy of memory")
+    tell("measuring the copy of memory")
     copy_gbs = meter.copy_gbs()
-    progress("measuring all pairs of ranks")
+    tell("measuring all pairs of ranks")
     pairs = meter.pairs()
-    progress("measuring all ranks at once, within nodes and between them")
+    tell("measuring all ranks at once, within nodes and between them")
     is_local = node[:, None] == node[None, :]
     np.fill_diagonal(is_local, False)
     is_far = node[:, None] != node[None, :]
@@ -106,10 +106,10 @@ def calibrate(
         one = meter.one_pair_gbs(0, sizes[0])
         nics = min(max(round(network.gbs / one), 1), max(sizes))
         network = dataclasses.replace(network, gbs=network.gbs / nics)
-    progress(COMPILING)
+    tell(COMPILING)
     for arrive in ("fp8", "bf16"):
         compile_first(transport, Settings(tuple(FORMATS), "same", arrive, device=device))
-    calls_us, shares = Kernels(transport, device, timeout_s).measure(copy_gbs, progress)
+    calls_us, shares = Kernels(transport, device, timeout_s).measure(copy_gbs, tell)
     counts_us = meter.counts_us() - _counts_model_us(local, network, sizes)
     calls_us |= {"counts": max(counts_us, 0.0), "exchange": 0.0}
     return Calibration(sizes, nics, device, copy_gbs, local, network, calls_us, shares)

@@ -32,8 +32,7 @@ class Stopwatch:
     def time(self, call: Callable[[], Result]) -> tuple[Result, int]:
         """Run a call; return its result and nanoseconds."""
         self._synchronize()
-        with lent(self._transport, "benchmark barrier", self._transport.timeout_s):
-            gather(self._transport, [0])
+        gather(self._transport, [0], "benchmark barrier")
         start = time.perf_counter_ns()
         result = call()
         self._synchronize()
@@ -50,7 +49,20 @@ class Stopwatch:
             torch.cuda.synchronize()
 
 
-def gather(transport: Transport, values: npt.ArrayLike) -> npt.NDArray[np.int64]:
-    """Bring integers of all ranks to all, ``[num_ranks, len(values)]``; also a barrier."""
+def gather(
+    transport: Transport,
+    values: npt.ArrayLike,
+    phase: str = "benchmark results",
+    timeout_s: float | None = None,
+) -> npt.NDArray[np.int64]:
+    """Bring integers of all ranks to all, ``[num_ranks, len(values)]``; also a barrier.
+
+    Args:
+        transport: all of its ranks take part.
+        values: as many on each.
+        phase: that errors name.
+        timeout_s: for a late rank; None: the transport's.
+    """
     row = np.asarray(values, np.int64)
-    return transport.exchange_counts(np.tile(row, (transport.num_ranks, 1)))
+    with lent(transport, phase, transport.timeout_s if timeout_s is None else timeout_s):
+        return transport.exchange_counts(np.tile(row, (transport.num_ranks, 1)))

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from fp4comm import agreement, machine
+from fp4comm.hops.nodes import NODE_VARIABLE
 from fp4comm.transport import Transport
 
 
@@ -79,8 +80,10 @@ class Environment:
 def of_run(command: str, group: Transport, device: str) -> Environment:
     """Describe this rank's machine, and where all ranks run; collective."""
     gpu = _gpu() if device == "cuda" else ""
-    mine = Place(platform.node(), os.environ.get("NCCL_HOSTID", ""), gpu)
-    places = zip(*(agreement.texts(group, text) for text in dataclasses.astuple(mine)), strict=True)
+    mine = Place(platform.node(), os.environ.get(NODE_VARIABLE, ""), gpu)
+    places = zip(
+        *(agreement.exchange_texts(group, text) for text in dataclasses.astuple(mine)), strict=True
+    )
     return Environment(
         command=command,
         num_ranks=group.num_ranks,

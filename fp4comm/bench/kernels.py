@@ -6,12 +6,11 @@ Collective: they run on all ranks at once.  The fastest of some repeats counts.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable
 
 import numpy as np
 import torch
 
-from fp4comm import codec
+from fp4comm import codec, progress
 from fp4comm.all_to_all import AllToAll
 from fp4comm.bench.check import expert_outputs
 from fp4comm.bench.clock import Stopwatch, gather
@@ -42,11 +41,11 @@ class Kernels:
         self._samples: dict[tuple[str, str], list[Sample]] = {}
 
     def measure(
-        self, copy_gbs: float, progress: Callable[[str], None]
+        self, copy_gbs: float, tell: progress.Tell
     ) -> tuple[dict[str, float], dict[str, dict[str, float]]]:
         """Return the times of calls, and shares of the copy's speed."""
         for wire in FORMATS:
-            progress(f"measuring kernels: {wire}")
+            tell(f"measuring kernels: {wire}")
             for tokens in self._sizes:
                 self._once(wire, tokens)
         calls: dict[str, list[float]] = {}
@@ -107,7 +106,7 @@ class Kernels:
         """Wire rows, expert rows, and these with padding, of the rank that gets most."""
         d = self._all_to_all(work, wire, "packed").dispatch(*inputs)
         layout = d.handle.layout
-        mine = [layout.recv_splits.sum(), sum(d.num_rows_list), layout.num_expert_rows]
+        mine = [len(layout.slot_rows), sum(d.num_rows_list), layout.num_expert_rows]
         rows, slots, padded = gather(self._transport, mine).max(axis=0).tolist()
         return rows, slots, padded
 

@@ -7,6 +7,7 @@ receiver; GB/s = 10^9 B/s, each way.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -57,15 +58,14 @@ class Meter:
         """Time of the exchange of counts in us."""
         num_ranks = self._transport.num_ranks
         counts = np.zeros((num_ranks, message_words(num_ranks)), np.int64)
-        exchange = lambda: self._transport.exchange_counts(counts)  # noqa: E731
+        exchange = functools.partial(self._transport.exchange_counts, counts)
         return self.slowest_us(exchange, TINY_REPEATS, np.median)
 
-    def large_us(self, peers: np.ndarray, num_bytes: int, repeats: int | None = None) -> float:
-        """Time of one exchange in us, the fastest of `REPEATS` or of as many as given.
+    def large_us(self, peers: np.ndarray, num_bytes: int, repeats: int = REPEATS) -> float:
+        """Time of one exchange in us, the fastest of repeats.
 
         Rank i sends num_bytes to each j with peers[i, j].
         """
-        repeats = REPEATS if repeats is None else repeats
         return self.slowest_us(self._exchange(peers, num_bytes), repeats)
 
     def tiny_us(self, peers: np.ndarray, streams: int) -> float:
@@ -88,7 +88,7 @@ class Meter:
         return lambda: self._transport.exchange(sends, splits[0], recvs, splits[1])
 
     def slope_gbs(self, peers: np.ndarray) -> float:
-        """Bytes more of the busiest rank over the time that they take more, GB/s."""
+        """Slope between two sizes: more bytes of the busiest rank over more time, GB/s."""
         most = int(peers.sum(axis=1).max())
         large = self._large_bytes(peers, most, TARGET_S)
         small_us, large_us = (self.large_us(peers, n) for n in (large // STEP, large))

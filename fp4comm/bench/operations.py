@@ -183,7 +183,6 @@ class Run:
 
     def rows(self) -> list[Row]:
         """Gather from all ranks."""
-        self._transport.phase = "benchmark results"
         self._slowest_us = {
             op: gather(self._transport, samples).max(axis=0) / 1e3
             for op, samples in self._samples.items()

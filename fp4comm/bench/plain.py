@@ -20,7 +20,7 @@ from fp4comm.bench.rows import Row, across_nodes, row_bytes, timing, traffic
 from fp4comm.bench.workload import Workload
 from fp4comm.formats import WireFormat
 from fp4comm.routing import Placement
-from fp4comm.transport import Transport
+from fp4comm.transport import Transport, lent
 
 BF16 = WireFormat("bf16")
 
@@ -88,8 +88,8 @@ class Plain:
         x, idx, _ = inputs
 
         def call() -> tuple[torch.Tensor, npt.NDArray[np.int64]]:
-            self._transport.phase = "plain all-to-all"
-            return plain_dispatch(self._transport, self._placement, x, idx)
+            with lent(self._transport, "plain all-to-all", self._transport.timeout_s):
+                return plain_dispatch(self._transport, self._placement, x, idx)
 
         (rows, self._recv_splits), took = self._stopwatch.time(call)
         self._samples.append(took)
@@ -98,7 +98,6 @@ class Plain:
 
     def row(self, warmup: int) -> Row:
         """Gather from all ranks; warmup calls came before those that count."""
-        self._transport.phase = "benchmark results"
         samples = gather(self._transport, self._samples)
         sent_rows = gather(self._transport, self._recv_splits).T
         checked = [self._checked.num_rows, self._checked.num_wrong]

@@ -50,7 +50,13 @@ class Recorded:
         self.name = f"x from {', '.join(file.name for file in files)}"
         self.hidden = check.hidden(self._x.shape[1])
         self.num_topk = self._idx.shape[1]
-        self.num_experts = int(self._idx.max()) + 1 if num_experts is None else num_experts
+        high = int(self._idx.max())
+        if num_experts is None and high == NO_EXPERT:
+            raise ValueError(
+                f"data: {self.name}: expected some expert in topk_idx, or how many there are, got"
+                " none"
+            )
+        self.num_experts = high + 1 if num_experts is None else num_experts
         check.local_experts("experts", self.num_experts, num_ranks)
         check.expert_range(check.topk_idx(idx, len(idx), idx.device), self.num_experts)
         self._offsets = _shares(len(idx), num_ranks, tokens)
@@ -85,7 +91,7 @@ def _read(file: Path) -> dict[str, torch.Tensor]:
         raise ValueError(f"data: expected a safetensors file, got {file} ({error})") from error
     for name, dtypes in DTYPES.items():
         tensor = tensors.get(name)
-        if tensor is None or tensor.dtype not in dtypes or tensor.dim() != 2 or not len(tensor):
+        if tensor is None or tensor.dtype not in dtypes or tensor.dim() != 2 or not tensor.numel():
             got = "none" if tensor is None else f"{tensor.dtype} {list(tensor.shape)}"
             expected = " or ".join(str(dtype) for dtype in dtypes)
             raise ValueError(f"data: {file}: expected {name} of {expected} [N, ...], got {got}")
@@ -180,12 +186,17 @@ def read_routing(file: Path, num_experts: int | None = None) -> tuple[np.ndarray
         of_experts = "" if num_experts is None else f" ({num_experts} experts)"
         got = low if low < NO_EXPERT else high
         raise ValueError(f"routing: {file}: expected values in -1..{most}{of_experts}, got {got}")
+    if num_experts is None and high == NO_EXPERT:
+        raise ValueError(f"routing: {file}: expected some expert, or how many there are, got none")
     return found.astype(np.int64), high + 1 if num_experts is None else num_experts
 
 
 def _topk_idx(file: Path) -> Any:
     if file.suffix == ".npy":
-        return np.load(file)
+        found = np.load(file)
+        if not isinstance(found, np.ndarray):  # of a zip's several
+            raise ValueError("it is no .npy")
+        return found
     tensors = _from_safetensors(file, ("topk_idx",))
     if not tensors:
         raise ValueError("it has none")

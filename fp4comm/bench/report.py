@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
-import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -291,27 +289,3 @@ def _without_folder(value: Any) -> Any:
     if isinstance(value, Path):
         return value.name
     return [_without_folder(v) for v in value] if isinstance(value, (list, tuple)) else value
-
-
-def write_json(path: Path, content: dict[str, Any] | list[dict[str, Any]]) -> None:
-    """Write strict JSON: null where a number is not finite."""
-    text = json.dumps(_finite(content), indent=1, allow_nan=False, default=str)
-    path.write_text(text + "\n")
-
-
-def read_json(path: Path) -> list[Any]:
-    """Read results: a file holds one, or a list of one for each case.
-
-    Raises:
-        OSError, ValueError, RecursionError: it cannot be read, or is no JSON.
-    """
-    content = json.loads(path.read_text(encoding="utf-8"))
-    return content if isinstance(content, list) else [content]
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value

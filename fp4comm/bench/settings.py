@@ -7,8 +7,7 @@ import dataclasses
 from fp4comm import check, hops
 from fp4comm.bench.rows import ALSO, check_counts
 from fp4comm.bench.wires import Wires
-
-DEVICES = ("cpu", "cuda")
+from fp4comm.topology import DEVICES
 
 
 @dataclasses.dataclass(frozen=True)

@@ -43,13 +43,13 @@ class Links:
 
 @dataclasses.dataclass(frozen=True)
 class Crossing:
-    """Wire rows of the busiest rank that leave it, by either route.
+    """Wire rows that the tokens of a rank need, by either route.
 
     Attributes:
         flat_between: to other nodes, by the flat route.
         flat_inside: to other ranks of its node.
         two_hop_between: to other nodes, by the two-hop route.
-        two_hop_inside: to others from a relay, for each source.
+        two_hop_inside: to the other ranks of a node, from the relay there.
     """
 
     flat_between: int
@@ -61,11 +61,11 @@ class Crossing:
 def two_hop_is_faster(rows: Crossing, row_bytes: int, links: Links) -> bool:
     """Compare the times that the rows take: the flat route uses both links at once, the other not.
 
-    Example: top-8 over 2 nodes of 4 ranks, 7168 in mxfp4.  4096 tokens send 14000 rows to the other
-    node, or 4000 and then 28000 within nodes:
-        >>> two_hop_is_faster(Crossing(14000, 11000, 4000, 20000), 3808, Links())
+    Example: top-8 over 2 nodes of 4 ranks, 7168 in mxfp4.  4096 tokens send 10800 rows to the other
+    node and 8100 within theirs; or 4080, and then 16200 within nodes:
+        >>> two_hop_is_faster(Crossing(10800, 8100, 4080, 16200), 3808, Links())
         True
-        >>> two_hop_is_faster(Crossing(14, 11, 4, 20), 3808, Links())
+        >>> two_hop_is_faster(Crossing(11, 8, 4, 16), 3808, Links())
         False
     """
     inside_us, between_us = (

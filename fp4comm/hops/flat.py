@@ -42,7 +42,7 @@ class FlatWay:
         self, route: torch.Tensor, num_topk: int, num_rows: np.ndarray, alignment: int
     ) -> ExpertLayout:
         """Lay out the rows that arrived, by source rank and token."""
-        return routing.expert_layout(route, num_topk, self.recv_splits, num_rows, alignment)
+        return routing.expert_layout(route, num_topk, num_rows, alignment)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

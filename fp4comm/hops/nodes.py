@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-import operator
 import os
 import socket
 from collections.abc import Sequence
@@ -76,17 +75,13 @@ def check_ranks_per_node(value: Any, num_ranks: int) -> tuple[int, ...] | None:
                 f"ranks_per_node: expected a sum of {num_ranks} ranks, got {list(sizes)}"
             )
         return sizes
-    size = check.positive_int("ranks_per_node", operator.index(value) if _is_int(value) else value)
+    size = check.positive_int("ranks_per_node", value)
     if num_ranks % size:
         raise ValueError(
             f"ranks_per_node: expected a divisor of {num_ranks} ranks, or the ranks of each node,"
             f" got {size}"
         )
     return (size,) * (num_ranks // size)
-
-
-def _is_int(value: Any) -> bool:
-    return hasattr(value, "__index__") and not isinstance(value, bool)
 
 
 def find_nodes(transport: Transport) -> tuple[int, ...]:
@@ -97,7 +92,9 @@ def find_nodes(transport: Transport) -> tuple[int, ...]:
     Raises:
         ValueError: ranks of a host are not consecutive; on all ranks alike.
     """
-    names = agreement.texts(transport, os.environ.get(NODE_VARIABLE) or socket.gethostname())
+    names = agreement.exchange_texts(
+        transport, os.environ.get(NODE_VARIABLE) or socket.gethostname()
+    )
     runs = [(name, len(list(run))) for name, run in itertools.groupby(names)]
     again = [name for i, (name, _) in enumerate(runs) if name in dict(runs[:i])]
     if again:

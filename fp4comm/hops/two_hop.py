@@ -98,8 +98,7 @@ class TwoHopWay:
         """Lay out the rows that arrived as if they had come by source rank and token."""
         order, position = _orders(self.recv_splits, self.arrival, route.device)
         by_source = route.index_select(0, order)
-        numbers = num_topk, self.recv_splits, num_rows, alignment
-        layout = routing.expert_layout(by_source, *numbers)
+        layout = routing.expert_layout(by_source, num_topk, num_rows, alignment)
         behind = torch.cat([order, order.new_full((1,), -1)])  # which -1 stands for
         weights = layout.weights
         return dataclasses.replace(
@@ -260,7 +259,7 @@ def _orders(
     """Where each row by source arrived, and where each that arrived is by source: ``[n]`` int64.
 
     The rows of a source stay together.  Example: sources 0 to 2 with 2, 1 and 1 rows that arrive in
-    the order 0, 2, 1 give ``[0, 1, 3, 2]`` and ``[0, 1, 3, 2]``.
+    the order 1, 2, 0 give ``[2, 3, 0, 1]`` both; with a row each ``[2, 0, 1]`` and ``[1, 2, 0]``.
     """
     arrived = recv_splits[arrival]
     firsts = np.cumsum(recv_splits) - recv_splits

@@ -199,7 +199,7 @@ def compare(
         peer = int(wrong[0])
         said = f"recv_splits: expected {told[peer, 0]} rows from rank {peer}, as its send_splits"
         said += f" has for this one, got {splits.recv[peer]}"
-    texts = agreement.texts(transport, said)
+    texts = agreement.exchange_texts(transport, said)
     rank = next(rank for rank, text in enumerate(texts) if text)
     raise ValueError(agreement.on_rank(rank, transport.num_ranks, texts[rank]))
 

@@ -245,10 +245,10 @@ def _shard(
     module: Any, a2a: AllToAll, rank: int, kept: dict[torch.nn.Parameter, torch.nn.Parameter]
 ) -> None:
     """Keep this rank's experts, and the way to the others; layers that share weights still do."""
-    first, end = Placement(a2a.num_experts, a2a._transport.num_ranks).offsets[rank : rank + 2]
+    own = Placement(a2a.num_experts, a2a._transport.num_ranks).experts(rank)
     for name, whole in _of_experts(module).items():
         if whole not in kept:
-            share = whole.detach()[int(first) : int(end)].clone()
+            share = whole.detach()[own.start : own.stop].clone()
             kept[whole] = torch.nn.Parameter(share, requires_grad=whole.requires_grad)
         setattr(module, name, kept[whole])
     module._fp4comm = a2a

@@ -85,8 +85,6 @@ class PrepareAndFinalize(FusedMoEPrepareAndFinalizeModular):
         super().__init__()
         self._ranks = ranks = transport_of(group)
         agreement.make_on_all(ranks, lambda: _check_moe_config(moe_config, ranks))
-        self._hidden = moe_config.hidden_dim
-        self._num_ranks = ranks.num_ranks
         self._a2a = AllToAll(
             ranks,
             num_experts=moe_config.num_experts,
@@ -95,8 +93,8 @@ class PrepareAndFinalize(FusedMoEPrepareAndFinalizeModular):
             arrive="packed",
             expert_alignment=1,
         )
-        offsets = Placement(moe_config.num_experts, ranks.num_ranks).offsets
-        self._experts = range(*offsets[ranks.rank : ranks.rank + 2].tolist())
+        placement = Placement(moe_config.num_experts, ranks.num_ranks)
+        self._experts = placement.experts(ranks.rank)
         self._elsewhere = _other_than(self._experts, moe_config.num_experts)
         self._expert_map: torch.Tensor | None = None  # that was checked
         self._handle: Handle | None = None  # of the dispatch under way
@@ -116,7 +114,7 @@ class PrepareAndFinalize(FusedMoEPrepareAndFinalizeModular):
 
     def num_dispatchers(self) -> int:
         """Return the number of ranks."""
-        return self._num_ranks
+        return self._ranks.num_ranks
 
     def output_is_reduced(self) -> bool:
         """Say that finalize sums over all ranks."""
@@ -145,7 +143,7 @@ class PrepareAndFinalize(FusedMoEPrepareAndFinalizeModular):
                 f" {type(fused_experts).__name__}, which takes packed UE8M0 scales"
             )
         if not fused_experts.expects_unquantized_inputs:
-            _check_quant_config(fused_experts.quant_config, self._hidden)
+            _check_quant_config(fused_experts.quant_config, self._a2a.hidden)
 
     def prepare(
         self,
@@ -208,7 +206,7 @@ class PrepareAndFinalize(FusedMoEPrepareAndFinalizeModular):
         def check_more() -> None:
             autograd.check_inputs("packed", a1, topk_weights)
             if not defer_input_quant:
-                _check_quant_config(quant_config, self._hidden)
+                _check_quant_config(quant_config, self._a2a.hidden)
             self._check_experts(num_experts, expert_map)
             if apply_router_weight_on_input and topk_ids.shape[1] != 1:
                 raise ValueError(

@@ -45,6 +45,7 @@ class Plan:
     places: Places
     spread: Spread
     shape: Shape
+    num_experts: int
     settings: Settings
 
     @property
@@ -112,24 +113,25 @@ def plan_of(options: dict[str, Any]) -> Plan:
     wires = wires_of(options["wire"])
     settings = Settings(wires, options["combine"], options["arrive"], routes)
     check.positive_int("tokens", options["tokens"])
-    found, num_topk = _spread_of(options, places)
+    found, num_experts, num_topk = _spread_of(options, places)
     alignment = check.positive_int("alignment", options["alignment"])
     shape = Shape(options["tokens"], check.hidden(options["hidden"]), num_topk, alignment)
-    return Plan(topology, places, found, shape, settings)
+    return Plan(topology, places, found, shape, num_experts, settings)
 
 
-def _spread_of(options: dict[str, Any], places: Places) -> tuple[Spread, int]:
-    """Where tokens go, and to how many experts."""
+def _spread_of(options: dict[str, Any], places: Places) -> tuple[Spread, int, int]:
+    """Where tokens go, of how many experts, and to how many."""
     num_experts, num_topk, file = options["experts"], options["topk"], options["routing"]
     if file is None:
         num_experts = EXPERTS if num_experts is None else num_experts
         num_topk = TOPK if num_topk is None else num_topk
         sizes = options["tokens"], options["hidden"], num_experts, num_topk
         workload = Synthetic(places.num_ranks, *sizes, options["skew"], options["seed"])
-        return spread.synthetic(workload, places, options["node_limit"]), num_topk
+        return spread.synthetic(workload, places, options["node_limit"]), num_experts, num_topk
     topk_idx, num_experts = read_routing(Path(file), num_experts)
     found = {"topk": topk_idx.shape[1], "skew": "none", "node_limit": "none", "seed": "none"}
     check_found({**options, "skew": skew_value(options["skew"])}, found, "routing")
     check.local_experts("experts", num_experts, places.num_ranks)
     placement = Placement(num_experts, places.num_ranks)
-    return spread.of_experts(topk_idx, placement, places, file.name), topk_idx.shape[1]
+    found_spread = spread.of_experts(topk_idx, placement, places, file.name)
+    return found_spread, num_experts, topk_idx.shape[1]

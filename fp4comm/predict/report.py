@@ -128,6 +128,7 @@ def as_json(plan: Plan, arguments: dict[str, Any]) -> dict[str, Any]:
         "rank_rows_a_token": float(plan.spread.rank_rows.sum()),
         "node_rows_a_token": float(plan.spread.node_rows.sum()),
         **dataclasses.asdict(plan.shape),
+        "experts": plan.num_experts,
         "rows": [
             {
                 **dataclasses.asdict(row),

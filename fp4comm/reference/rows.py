@@ -33,9 +33,6 @@ from fp4comm.reference.casts import (
 
 Rows = Array | tuple[Array, Array]  # bf16 bits, float32, or (E4M3 codes, float32 scales per 128)
 
-# An E2M1 code is exact as E4M3 up to this many binades below the largest scale of its group.
-EXACT_GAP = 14
-
 
 def scale_from_amax(amax_bits: Array, wire: WireFormat) -> Array:
     """Scale bytes of blocks whose largest magnitude has these float32 bits (formats.md 2, 3).
@@ -142,16 +139,6 @@ def dequantize(payload: Array, scales: Array, wire: WireFormat, hidden: int) -> 
         with np.errstate(over="ignore"):  # scale bytes 253 and 254, which we never make
             values = values * e8m0_to_float32(_element_scales(scales, wire, hidden))
     return canonical_nan(values)
-
-
-def group_gaps(scales: Array, wire: WireFormat, hidden: int) -> Array:
-    """Count the 128-groups with a block more than 14 binades below the largest, int64 [n]."""
-    count = np.zeros(len(scales), np.int64)
-    for columns in _fp8_groups(hidden) if wire.name != "bf16" else ():
-        group = _element_scales(scales, wire, hidden)[:, columns].astype(np.int64)
-        gap = np.where(group == E8M0_NAN, 0, _largest_scale(group, axis=1)[:, None] - group)
-        count += (gap > EXACT_GAP).any(axis=1)
-    return count
 
 
 # Arrival

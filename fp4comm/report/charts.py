@@ -143,7 +143,7 @@ def _times(result: Result) -> Chart:
         _legend(figure, axes)
 
     title = f"Time by part, {verb}: {result.name}"
-    return Chart(title, "; ".join(said), note, _bars_inches(result.rows, 1.25), draw)
+    return Chart(title, "; ".join(said), note, _bars_inches(result.rows), draw)
 
 
 def _parts(row: Row) -> dict[str, float]:
@@ -202,7 +202,7 @@ def _bandwidths(result: Result) -> Chart:
         _legend(figure, axes)
 
     return Chart(
-        f"Bandwidth: {result.name}", "; ".join(said), note, _bars_inches(result.rows, 1.25), draw
+        f"Bandwidth: {result.name}", "; ".join(said), note, _bars_inches(result.rows), draw
     )
 
 
@@ -233,7 +233,7 @@ def _compared(comparison: Comparison) -> Chart:
         _legend(figure, axes)
 
     title = f"Measured against predicted: {measured.name}, {predicted.machine}"
-    height = _bars_inches([pair.measured for pair in pairs], 1.25)
+    height = _bars_inches([pair.measured for pair in pairs])
     return Chart(title, "; ".join(said), note, height, draw)
 
 
@@ -320,8 +320,8 @@ def _scale(axes: Any, one: Series) -> None:
 # What bars have in common
 
 
-def _bars_inches(rows: Sequence[Any], of_frame: float) -> float:
-    return of_frame + 0.3 * max(3, len(rows))
+def _bars_inches(rows: Sequence[Any]) -> float:
+    return 1.25 + 0.3 * max(3, len(rows))
 
 
 def _bar_axes(figure: Any, names: Sequence[str], unit: str) -> Any:

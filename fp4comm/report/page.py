@@ -78,7 +78,8 @@ def check_libraries() -> None:
 def lines(report: Report) -> list[str]:
     """Say what each result is and shows, and what was not measured."""
     told = [
-        f"{result.name}: {about(result)}. {'; '.join(shown(result))}" for result in report.results
+        f"{result.name}: {about(result)}. {'; '.join(findings(result))}"
+        for result in report.results
     ]
     for one in report.comparisons:
         worst = max(one.pairs, key=lambda pair: abs(pair.error))
@@ -109,7 +110,7 @@ def _counted(number: int, noun: str) -> str:
     return f"{number} {noun}{'s' * (number != 1)}"
 
 
-def shown(result: Result) -> list[str]:
+def findings(result: Result) -> list[str]:
     """How much faster each dispatch is, and how many rows were wrong."""
     told = []
     for row in (row for row in result.rows if row.op == "dispatch"):
@@ -245,7 +246,7 @@ def write_html(report: Report, file: Path) -> None:
         charts=[(c, markupsafe.Markup(charts.as_svg(c, n))) for n, c in enumerate(made)],
         colours=charts.COLOURS,
         about=about,
-        shown=shown,
+        findings=findings,
         all_rows=all_rows(report.results),
         every_number=every_number,
     )

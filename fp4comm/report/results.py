@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from fp4comm import topology
-from fp4comm.bench.report import read_json
 from fp4comm.bench.rows import bandwidth_gbs, has_bf16_base, speedup
-from fp4comm.predict.plan import EXPERTS
+from fp4comm.files import read_json
 from fp4comm.topology import TopologyError
 
 MEASURED, PREDICTED = ("bench", "demo"), ("plan",)
@@ -149,7 +148,7 @@ class Result:
 
 WHOLE, TIME, TEXT = "a whole number", "a time above 0", "a text"
 PART, TABLE, LIST = "a time", "a table", "a list that is not empty"
-WHOLES, TEXTS = "a list of whole numbers", "a list of texts"
+WHOLES, TEXTS, SKEW = "a list of whole numbers", "a list of texts", "a number or balanced"
 BENCH_KEYS = {
     **dict.fromkeys(("ranks", "hidden", "experts", "topk", "tokens_checked"), WHOLE),
     **dict.fromkeys(("transport", "workload"), TEXT),
@@ -158,7 +157,8 @@ BENCH_KEYS = {
     "rows": LIST,
 }
 PLAN_KEYS = {
-    **dict.fromkeys(("ranks", "nodes", "tokens", "hidden", "num_topk", "alignment"), WHOLE),
+    **dict.fromkeys(("ranks", "nodes", "tokens", "hidden", "experts"), WHOLE),
+    **dict.fromkeys(("num_topk", "alignment"), WHOLE),
     **dict.fromkeys(("topology", "routing"), TEXT),
     "arguments": TABLE,
     "rows": LIST,
@@ -167,6 +167,7 @@ OPTIONAL_KEYS = {  # null or missing are fine
     **dict.fromkeys(("nodes", "hosts", "gpus"), WHOLE),
     **dict.fromkeys(("arguments.alignment", "arguments.ranks_per_node"), WHOLE),
     **dict.fromkeys(("arguments.arrive", "arguments.device"), TEXT),
+    "arguments.skew": SKEW,
     "machine.cuda_devices": TEXTS,
     "git": TABLE,
 }
@@ -284,6 +285,13 @@ def _is_time(value: Any) -> bool:
     return is_number and 0 <= value < math.inf
 
 
+def _is_skew(value: Any) -> bool:
+    try:
+        return value == "balanced" or _is_time(float(value))
+    except (TypeError, ValueError):
+        return False
+
+
 CHECKS: dict[str, Callable[[Any], bool]] = {
     WHOLE: _is_whole,
     TIME: lambda value: _is_time(value) and value > 0,
@@ -293,6 +301,7 @@ CHECKS: dict[str, Callable[[Any], bool]] = {
     LIST: lambda value: isinstance(value, list) and bool(value),
     WHOLES: lambda value: isinstance(value, list) and bool(value) and all(map(_is_whole, value)),
     TEXTS: lambda value: isinstance(value, list) and all(isinstance(v, str) for v in value),
+    SKEW: lambda value: _is_time(value) or _is_skew(value),
 }
 
 
@@ -351,13 +360,12 @@ def _bench_setup(content: dict[str, Any]) -> Setup:
 def _plan_setup(content: dict[str, Any]) -> Setup:
     arguments = content["arguments"]
     is_special = arguments.get("routing") is not None or arguments.get("node_limit") is not None
-    experts = arguments.get("experts")
     return Setup(
         ranks=content["ranks"],
         nodes=content["nodes"],
         tokens=content["tokens"],
         hidden=content["hidden"],
-        experts=EXPERTS if experts is None else experts,
+        experts=content["experts"],
         topk=content["num_topk"],
         skew=None if is_special else _skew(arguments),
         arrive=arguments.get("arrive") or "fp8",

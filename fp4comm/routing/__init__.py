@@ -38,9 +38,13 @@ class Placement:
         """Experts on the rank that holds most."""
         return -(-self.num_experts // self.num_ranks)
 
-    def num_local_experts(self, rank: int) -> int:
+    def experts(self, rank: int) -> range:
         """Experts on a rank."""
-        return int(self.offsets[rank + 1] - self.offsets[rank])
+        return range(*self.offsets[rank : rank + 2].tolist())
+
+    def num_local_experts(self, rank: int) -> int:
+        """How many they are."""
+        return len(self.experts(rank))
 
     @functools.cached_property
     def owners(self) -> np.ndarray:
@@ -110,7 +114,6 @@ class ExpertLayout:
     Lists and NumPy arrays are on the host, tensors on the device of the rows.
 
     Attributes:
-        recv_splits: ``[num_ranks]`` int64, wire rows from each rank.
         num_rows_list: live expert rows of each local expert.
         num_rows: the same, ``[local experts]`` int64.
         expert_offsets_array: ``[local experts + 1]`` int64, multiples of the alignment.
@@ -125,7 +128,6 @@ class ExpertLayout:
         row_source: ``[M]`` int32, wire row of each expert row, or -1 in padding.
     """
 
-    recv_splits: np.ndarray
     num_rows_list: list[int]
     num_rows: torch.Tensor
     expert_offsets_array: np.ndarray
@@ -206,18 +208,13 @@ def relay(
 
 
 def expert_layout(
-    route: torch.Tensor,
-    num_topk: int,
-    recv_splits: np.ndarray,
-    num_rows: np.ndarray,
-    alignment: int,
+    route: torch.Tensor, num_topk: int, num_rows: np.ndarray, alignment: int
 ) -> ExpertLayout:
     """Lay out the rows that arrived.
 
     Args:
         route: ``[n, K * 6]`` or ``[n, K * 2]`` uint8, the route stream as it arrived.
         num_topk: K.
-        recv_splits: ``[num_ranks]`` int64.
         num_rows: ``[local experts]`` int64, from the counts.
         alignment: rows that each expert's segment starts at a multiple of.
 
@@ -240,7 +237,6 @@ def expert_layout(
     shifts, *uploaded = upload(route.device, *tables)
     filled = _of(route.device).fill_layout(route, num_topk, shifts, int(offsets[-1]))
     return ExpertLayout(
-        recv_splits=recv_splits,
         num_rows_list=num_rows.tolist(),
         num_rows=uploaded[0],
         expert_offsets_array=offsets,

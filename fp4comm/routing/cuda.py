@@ -24,7 +24,8 @@ def plan(
 ) -> RoutePlan:
     """Plan the wire rows.  See `routing.plan`."""
     num_tokens = len(topk_idx)
-    counted, copied = _count(topk_idx, placement)
+    counted, words = _count(topk_idx, placement)
+    copied = Copy(words)
     begins = torch.cumsum(counted, 0, dtype=torch.int32)
     counts = _counts(copied, topk_idx, placement)
     num_rows = int(counts[:, 0].sum())
@@ -44,7 +45,8 @@ def plan(
 
 def count(topk_idx: torch.Tensor, placement: Placement) -> np.ndarray:
     """Count wire rows and expert rows.  See `routing.count`."""
-    return _counts(_count(topk_idx, placement)[1], topk_idx, placement)
+    _, words = _count(topk_idx, placement)
+    return _counts(Copy(words), topk_idx, placement)
 
 
 def relay(
@@ -58,7 +60,7 @@ def relay(
     After a stopped exchange the experts are garbage: tables still lead to rows that there are.
     """
     num_tokens, num_rows, device = len(experts), int(send_splits.sum()), experts.device
-    counted, _ = _count(experts, placement, copy=False)
+    counted, _ = _count(experts, placement)
     begins = torch.cumsum(counted, 0, dtype=torch.int32)
     place_offsets, cells = begins[: 1 + num_tokens].clamp(max=num_rows), begins[num_tokens:]
     places, row_tokens = torch.zeros((2, num_rows), dtype=torch.int32, device=device)
@@ -67,15 +69,13 @@ def relay(
     return RelayPlan(num_tokens, place_offsets, places, row_tokens), route
 
 
-def _count(
-    topk_idx: torch.Tensor, placement: Placement, *, copy: bool = True
-) -> tuple[torch.Tensor, Copy | None]:
-    """Begin to count, and to copy what the host wants of it.
+def _count(topk_idx: torch.Tensor, placement: Placement) -> tuple[torch.Tensor, torch.Tensor]:
+    """Count on the device.
 
     Returns:
         ``[1 + T + num_ranks * num_chunks]`` int32: 0, wire rows of each token and of each cell.
         Their running sum is where the rows of each token begin in places and, past all of them,
-        those of each cell; and the copy.
+        those of each cell; and the words of the numbers that `_counts` reads.
     """
     num_tokens = len(topk_idx)
     num_ranks, most = placement.num_ranks, placement.most_local_experts
@@ -87,12 +87,11 @@ def _count(
     counts = words, counted[1 + num_tokens :], counted[1 : 1 + num_tokens]
     options, shape = INDICES[topk_idx.dtype], _shape(topk_idx, placement)
     _launch("route_counts", options, num_chunks, topk_idx, *counts, *shape)
-    return counted, Copy(words) if copy else None
+    return counted, words
 
 
-def _counts(copied: Copy | None, topk_idx: torch.Tensor, placement: Placement) -> np.ndarray:
+def _counts(copied: Copy, topk_idx: torch.Tensor, placement: Placement) -> np.ndarray:
     """Wait for the counts of each rank, wire rows and then its experts', ``[num_ranks, 1 + E]``."""
-    assert copied is not None
     num_ranks, most = placement.num_ranks, placement.most_local_experts
     numbers = copied.wait().numpy().view(np.int64)
     if numbers[0]:

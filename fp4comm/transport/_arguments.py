@@ -46,8 +46,8 @@ def as_rows(value: Any, name: str, *, writable: bool) -> Rows:
     return value
 
 
-def check_cuda_rows(value: torch.Tensor, name: str) -> torch.Tensor:
-    """Return ``value``, a CUDA tensor, if it is ``[rows, row_bytes]`` uint8, C-contiguous.
+def check_cuda_rows(value: torch.Tensor, name: str) -> None:
+    """Check that a CUDA tensor is ``[rows, row_bytes]`` uint8, C-contiguous.
 
     Raises:
         TypeError, ValueError: as `as_rows`.
@@ -60,7 +60,6 @@ def check_cuda_rows(value: torch.Tensor, name: str) -> torch.Tensor:
         raise ValueError(f"{name}: expected shape [rows, row_bytes], got {list(value.shape)}")
     if not value.is_contiguous():
         raise ValueError(f"{name}: expected C-contiguous rows, got strides {value.stride()}")
-    return value
 
 
 def common_device(

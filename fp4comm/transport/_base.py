@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from fp4comm import check
 from fp4comm.transport._arguments import (
     Rows,
     as_rows,
@@ -74,12 +75,7 @@ class BaseTransport:
 
     def __init__(self, rank: int, num_ranks: int, timeout_s: float):
         """Start with no call made and nothing failed."""
-        if isinstance(timeout_s, bool) or not isinstance(timeout_s, (int, float)):
-            raise TypeError(
-                f"timeout_s: expected a number of seconds, got {type(timeout_s).__name__}"
-            )
-        if not timeout_s > 0:
-            raise ValueError(f"timeout_s: expected more than 0 seconds, got {timeout_s}")
+        check.seconds("timeout_s", timeout_s)
         self.rank = rank
         self.num_ranks = num_ranks
         self.timeout_s = timeout_s

@@ -118,12 +118,16 @@ class Call:
 
 
 def late(where: str, peers: Sequence[int], timeout_s: float) -> TimeoutError:
-    """Make the error for a call in which one of ``peers`` did not come in time."""
+    """Make the error for a call in which one of ``peers``, its attribute, did not come in time."""
     names = "rank" if len(peers) == 1 else "one of ranks"
     names += " " + ", ".join(map(str, peers))
-    return TimeoutError(f"{where}: no answer from {names} within {timeout_s} s")
+    error = TimeoutError(f"{where}: no answer from {names} within {timeout_s} s")
+    vars(error)["peers"] = list(peers)
+    return error
 
 
 def lost(where: str, peer: int, reason: object) -> ConnectionError:
-    """Make the error for a peer that is gone."""
-    return ConnectionError(f"{where}: lost rank {peer}: {reason}")
+    """Make the error for a peer that is gone, and its attribute ``peers``."""
+    error = ConnectionError(f"{where}: lost rank {peer}: {reason}")
+    vars(error)["peers"] = [peer]
+    return error

@@ -70,8 +70,8 @@ class Flight:
         except RuntimeError:
             return True
 
-    def is_lost(self) -> bool:
-        """Say whether it was under way when the transport failed, which it has."""
+    def fail_unless_over(self) -> bool:
+        """Note that the transport has failed; say whether this was under way then."""
         self.failed = self.failed or self.is_under_way()
         return self.failed
 
@@ -102,7 +102,9 @@ class NcclWork(Work):
     def wait(self) -> None:
         """Make the current stream wait; see `Work`."""
         flight, transport = self._flight, self._engine.transport
-        if flight is not None and (flight.failed or (transport.has_failed and flight.is_lost())):
+        if flight is not None and (
+            flight.failed or (transport.has_failed and flight.fail_unless_over())
+        ):
             transport.raise_failure()
         super().wait()
         if torch.cuda.current_stream(self._device) == self._started_on:
@@ -395,7 +397,7 @@ class NcclRows:
                 return
             if self._ending == "abort":
                 for flight in self._flights:
-                    flight.is_lost()
+                    flight.fail_unless_over()
                 self._communicator.abort()
             else:
                 self._communicator.destroy()

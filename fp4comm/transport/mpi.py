@@ -28,12 +28,13 @@ from fp4comm.transport._base import (
 )
 from fp4comm.transport._call import SAME_ORDER, Call, CallShape, splits_disagreement
 
-# Ranks that mpirun, srun or torchrun started.
-LAUNCHED = ("OMPI_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "WORLD_SIZE")
+# How many ranks a launcher started; srun's comes last, since it may start mpirun or torchrun.
+SIZE_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "WORLD_SIZE", "SLURM_STEP_NUM_TASKS")
 TOLD_TAG = 0  # a peer tells of its failure, or that its process ends
 TAG_LABELS = 512  # a tag is the call's number and one of these: 1 for counts, else by label
 NUM_SPINS = 2000  # polls in vain that only yield the core; ranks may share it
 SLEEP_S = 50e-6  # between polls after that
+ABORT_CODE = 2  # of the job, as of a command's error
 GRACE_S = 0.5  # for receipts of a peer that has ended
 
 
@@ -99,7 +100,7 @@ class MpiTransport(BaseTransport):
             raise RuntimeError(
                 f'transport "{self.name}": MPI is not running: not initialized, or finalized'
             )
-        by = next((name for name in LAUNCHED if name in os.environ), "")
+        by = next((name for name in SIZE_VARIABLES if name in os.environ), "")
         launched = os.environ.get(by, "1")
         if launched.isdecimal() and int(launched) > 1 and mpi.COMM_WORLD.Get_size() == 1:
             raise RuntimeError(
@@ -325,7 +326,7 @@ class MpiTransport(BaseTransport):
         if stuck and not self._mpi.Is_finalized():
             sys.stdout.flush()
             sys.stderr.flush()
-            self._mpi.COMM_WORLD.Abort(1)
+            self._mpi.COMM_WORLD.Abort(ABORT_CODE)
         if self._broken is None and not self._closed and not self._mpi.Is_finalized():
             self._say_ended()
 

@@ -133,10 +133,10 @@ def check_stream_is_free(within_s):
 
 
 def check_broken(t):
-    with raises(RuntimeError, f'transport "{t.name}": broken: ', within_s=0.5):
+    with raises(RuntimeError, f'transport "{t.name}": broken: '):
         ones_counts(t)
     rounds = on_device(t, other_rows(t))
-    with raises(RuntimeError, f'transport "{t.name}": broken: ', within_s=0.5):
+    with raises(RuntimeError, f'transport "{t.name}": broken: '):
         rounds.exchange()
 
 
@@ -373,29 +373,6 @@ def case_capture(t):
     each.check()
 
 
-def case_speed(t):
-    """Print host and device microseconds of small exchanges in a row."""
-    each = on_device(t, other_rows(t))
-    for _ in range(20):
-        each.exchange()
-    torch.cuda.synchronize()
-    ones_counts(t)
-    start, num = time.perf_counter(), 200
-    host_s = 0.0
-    for _ in range(num):
-        called = time.perf_counter()
-        each.exchange()
-        host_s += time.perf_counter() - called
-    torch.cuda.synchronize()
-    total_s = time.perf_counter() - start
-    each.check()
-    if t.rank == 0:
-        host_us, total_us = 1e6 * host_s / num, 1e6 * total_s / num
-        say(
-            f"# {t.num_ranks} ranks, 3 rows a pair: {host_us:.1f} us host, {total_us:.1f} us in all"
-        )
-
-
 MOVING = [
     case_splits,
     case_large,
@@ -409,7 +386,6 @@ MOVING = [
     case_inputs_deleted,
     case_memory_is_constant,
     case_capture,
-    case_speed,
 ]
 STAGED = [
     case_splits,

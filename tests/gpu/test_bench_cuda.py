@@ -57,7 +57,7 @@ def test_every_row_is_right(arrive, num_ranks):
         also=ALSO,
     )
     report, *_ = transport.run_local(
-        num_ranks, lambda t: bench.measure(t, workload, settings), timeout_s=120
+        num_ranks, lambda t: next(bench.measure_each(t, [workload], settings)), timeout_s=120
     )
     assert [row.op for row in report.rows] == ["plain", *["dispatch", "combine", *ALSO] * 4]
     parts = {**PARTS, "overlap": ("dispatch", "product")}
@@ -171,7 +171,7 @@ def test_the_demo_runs(tmp_path):
 def test_the_figures_of_planning_are_right_and_written(tmp_path):
     file = tmp_path / "plan.json"
     sizes = ["--tokens", "1000", "--ranks", "8", "--iterations", "3", "--json", file]
-    done = ranks.python(ranks.ROOT / "benchmarks" / "plan_cuda.py", *sizes, timeout=120)
+    done = ranks.python(ranks.ROOT / "benchmarks" / "plan_cuda.py", *sizes)
     ranks.passed(done)
     rows = json.loads(file.read_text())["rows"]
     assert [row["op"] for row in rows] == ["plan", "expert_layout"]

@@ -388,7 +388,7 @@ def planned(idx, weights):
     """The plan of one rank with 64 experts, and the layout of what it sends to itself."""
     plan = routing.plan(idx, weights, routing.Placement(64, 1))
     num_rows = plan.expert_counts.sum(0)
-    return plan, routing.expert_layout(plan.route, 8, plan.send_splits, num_rows, 128)
+    return plan, routing.expert_layout(plan.route, 8, num_rows, 128)
 
 
 def same_bytes(a, b):

@@ -130,11 +130,9 @@ def check_layout(plan, placement, rank, num_sources):
     ends = np.cumsum(plan.send_splits)
     rows = plan.route[ends[rank] - plan.send_splits[rank] : ends[rank]]
     route = rows.repeat(num_sources, 1)
-    recv_splits = np.zeros(placement.num_ranks, np.int64)
-    recv_splits[:num_sources] = len(rows)
     counts = plan.expert_counts[rank, : placement.num_local_experts(rank)] * num_sources
     for alignment in (1, 128):
-        rest = plan.num_topk, recv_splits, counts, alignment
+        rest = plan.num_topk, counts, alignment
         want = routing.expert_layout(route, *rest)
         same_tables(routing.expert_layout(to(DEVICE, route), *rest), want)
 

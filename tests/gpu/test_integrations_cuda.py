@@ -19,6 +19,6 @@ def test_layers_on_two_ranks(framework, needed):
     name = "megatron.core" if framework == "megatron" else framework
     pytest.importorskip(name, reason=f"pip install --no-deps {needed}")
     quiet = {"PYTHONWARNINGS": "ignore"}
-    runs = ranks.torch_ranks(2, f"{framework}_layers.py", "cuda", 2, timeout=400, env=quiet)
+    runs = ranks.torch_ranks(2, f"{framework}_layers.py", "cuda", 2, env=quiet)
     ranks.passed(*runs)
     assert all("2 right" in run.stdout for run in runs), ranks.report(*runs)

@@ -117,7 +117,7 @@ def test_a_torch_group_with_nccl(run_ranks):
 
 def test_mpi_stages_rows_of_a_gpu():  # COM-36, COM-37, STR-08; needs no NCCL
     command = (GPU_TESTS / "limited.py", LIMIT_S, PROGRAM, "mpi", *EVERY_PART)
-    done = ranks.mpirun(2, *command, timeout=120)
+    done = ranks.mpirun(2, *command)
     ranks.passed(done)
     check(done.stdout, 2, EVERY_PART)
 

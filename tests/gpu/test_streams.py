@@ -54,7 +54,7 @@ def test_str_16_the_first_call_of_a_process_is_in_a_capture(tmp_path):
     """It works or says to warm up; the capture closes, and the next one holds the call."""
     script = tmp_path / "first_call.py"
     script.write_text(FIRST_CALL_IN_A_CAPTURE)
-    done = ranks.python(script, timeout=120, env={"XDG_CACHE_HOME": str(tmp_path)})
+    done = ranks.python(script, env={"XDG_CACHE_HOME": str(tmp_path)})
     ranks.passed(done)
     assert done.stdout.endswith("right\n"), done.stdout
 

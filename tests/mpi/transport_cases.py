@@ -7,6 +7,7 @@ torch.distributed and prints ``ok CASE rank r`` for each.
 import contextlib
 import os
 import sys
+import threading
 import time
 
 import numpy as np
@@ -208,7 +209,7 @@ def case_ahead(t):
 def case_call_numbers(t):
     """Call counters do not overflow (COM-35)."""
     for start in ((2**29 - 1) * 4 - 8, 2**31 - 2, 2**35 - 2, 2**62):
-        time.sleep(0.1)  # all ranks leave the old numbers
+        meet(t)  # all ranks leave the old numbers
         t._num_calls = start
         for _ in range(5):
             case_counts(t)
@@ -244,17 +245,31 @@ def ones_counts(t):
     return t.exchange_counts(np.ones((t.num_ranks, 1), np.int64))
 
 
+def meet(t):
+    """Wait beside the transport until all ranks are here: none is in a call of it any more."""
+    if t.name == "local":
+        with t._world.changed:
+            barrier = vars(t._world).setdefault("barrier", threading.Barrier(t.num_ranks))
+        barrier.wait(30)
+    elif t.name == "torch":
+        torch.distributed.barrier()
+    else:
+        from mpi4py import MPI
+
+        MPI.COMM_WORLD.Barrier()
+
+
 def all_here(t):
-    """Wait until no rank is in a call any more: a failure ends the call that a rank is still in."""
+    """Make a call and meet: a failure ends the call that a rank is still in."""
     ones_counts(t)
-    time.sleep(0.2)
+    meet(t)
 
 
 CALLS = {"counts": ones_counts, "exchange": one_each}
 
 
 def check_broken(t):
-    with raises(RuntimeError, f'transport "{t.name}": broken: ', within_s=1):
+    with raises(RuntimeError, f'transport "{t.name}": broken: '):
         ones_counts(t)
 
 
@@ -276,12 +291,12 @@ def case_stall(t, phase):
 def case_stall_named(t):
     """The caller's phase is the one that the error names."""
     all_here(t)
-    t.timeout_s = 0.5
+    t.timeout_s = 3.0
     t.phase = "dispatch"
     if t.rank == 2:
-        time.sleep(1)
+        time.sleep(6)
     else:
-        with raises(TimeoutError, "of 3: dispatch: no answer from rank 2 within 0.5 s"):
+        with raises(TimeoutError, "of 3: dispatch: no answer from rank 2 within 3.0 s"):
             one_each(t)
 
 
@@ -323,11 +338,10 @@ def case_close(t):
         t.close()
         with raises(RuntimeError, f'transport "{t.name}": closed'):
             ones_counts(t)
-        time.sleep(TIMEOUT_S + 1)
-        return
-    with raises((TimeoutError, ConnectionError), "of 3: counts: ", "rank 1"):
-        ones_counts(t)
-    t.close()
+    else:
+        with raises((TimeoutError, ConnectionError), "of 3: counts: ", "rank 1"):
+            ones_counts(t)
+        t.close()
 
 
 def case_disagree(t):
@@ -421,6 +435,8 @@ def case_with_error(t):
 
 # ---- script
 
+LEAVING = ("death", "hang", "error")  # cases from which a rank does not come back
+
 
 def open_ranks(name, **options):
     if name == "torch" and not torch.distributed.is_initialized():
@@ -450,9 +466,12 @@ def main():
     for case in cases[failing:]:
         t = open_ranks(name)
         run(t, case)
+        if not case.startswith(LEAVING):
+            meet(t)
         t.close()
     if failing:
-        time.sleep(1)  # until the others have said so too
+        if cases[-1].startswith(LEAVING):
+            time.sleep(1)  # until the other survivor has said so too
         if name == "torch":
             raise SystemExit(3)
 
