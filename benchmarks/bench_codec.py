@@ -290,6 +290,7 @@ def torchao_rows(x: torch.Tensor, repeats: int) -> list[dict[str, Any]]:
         from torchao.prototype.mx_formats.config import ScaleCalculationMode
         from torchao.prototype.mx_formats.mx_tensor import to_mx
     except ImportError:
+        click.echo("# torchao is not installed: no peers")
         return []
     ours = functools.partial(cpu.quantize_rows, x, WireFormat("mxfp4"))
     rows = []

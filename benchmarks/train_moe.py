@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import importlib.util
 import io
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -36,9 +35,10 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from fp4comm import agreement, launch
+from fp4comm.bench import demo
 from fp4comm.files import write_json
 from fp4comm.launch import UserError
-from fp4comm.options import OUTPUT, Finite, expect_without_others, run_options
+from fp4comm.options import OUTPUT, FileCommand, Finite, expect_without_others, run_options
 from fp4comm.running import run_command, run_on_ranks
 from fp4comm.transport import Transport
 
@@ -107,10 +107,8 @@ def progress_bar(is_shown: bool) -> Progress:
 
 
 def show(results: Results) -> None:
-    """Print the table; plain where mpirun shows its ranks a terminal of its own, or is none."""
-    console = Console(highlight=False)
-    if launch.launched_ranks() > 1 or not sys.stdout.isatty():
-        console = Console(highlight=False, color_system=None, width=TABLE_COLUMNS)
+    """Print the table."""
+    console = demo.console(TABLE_COLUMNS)
     console.print(moe_report.title(results), moe_report.place(results), sep="\n")
     console.print(moe_report.table(results))
 
@@ -133,7 +131,7 @@ def check_picture(file: Path) -> None:
         raise ValueError(f"picture: cannot be drawn as {ending}: {error}") from error
 
 
-@click.command()
+@click.command(cls=FileCommand)
 @click.argument("files", nargs=-1, type=FILE)
 @click.option("--preset", type=click.Choice(list(PRESETS)), default="cpu", show_default=True)
 @click.option(

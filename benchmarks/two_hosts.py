@@ -26,6 +26,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import click
+from one_gpu import SetupError
 
 RANK_SCRIPT = Path(__file__).with_name("two_hosts_rank.py")
 PREFIX = "fp4comm"  # of the namespaces: fp4comm-PID-rank
@@ -34,12 +35,6 @@ NETWORK, ADDRESSES = "10.99.4.0/24", ("10.99.4.1", "10.99.4.2")
 MASTER_PORT = 29555
 QUEUE_MS = 250  # what the bucket lets wait before it drops: more than three peers send at once
 LAST_WORDS_S = 10.0  # for a rank to fail by itself once its peer has
-
-
-class SetupError(click.ClickException):
-    """The link cannot be made here; exit code 2."""
-
-    exit_code = 2
 
 
 @dataclasses.dataclass(frozen=True)

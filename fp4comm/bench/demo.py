@@ -43,9 +43,9 @@ class Page:
 
     def rows(self, _: Case, report: Report) -> list[str]:
         """Title, table and notes."""
-        console = _console()
-        with console.capture() as captured:
-            console.print(table(report))
+        page = console(COLUMNS)
+        with page.capture() as captured:
+            page.print(table(report))
         return [
             *title(self._environment, report),
             captured.get().rstrip(),
@@ -57,10 +57,10 @@ class Page:
         return []
 
 
-def _console() -> Console:
-    """Without colour where mpirun shows its ranks a terminal of its own, or there is none."""
+def console(columns: int) -> Console:
+    """Plain, of so many columns, where there is no terminal or mpirun shows ranks one of its own."""
     if launch.launched_ranks() > 1 or not sys.stdout.isatty():
-        return Console(width=COLUMNS, color_system=None, highlight=False)
+        return Console(width=columns, color_system=None, highlight=False)
     return Console(highlight=False)
 
 

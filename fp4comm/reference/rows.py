@@ -14,7 +14,6 @@ from fp4comm.formats import (
     E4M3_NAN,
     E8M0_BIAS,
     E8M0_NAN,
-    F32_NAN,
     FP8_BLOCK,
     TILE_ROWS,
     WireFormat,
@@ -224,8 +223,7 @@ def row_dots(
         while sums.shape[1] > 1:
             half = sums.shape[1] // 2
             sums = sums[:, :half] + sums[:, half:]
-    dots = np.where(np.isnan(sums[:, 0]), np.uint32(F32_NAN).view(np.float32), sums[:, 0])
-    return np.where(row_source < 0, np.float32(0.0), dots)
+    return np.where(row_source < 0, np.float32(0.0), canonical_nan(sums[:, 0]))
 
 
 def to_fp8_rows(
