@@ -58,7 +58,7 @@ class Page:
 
 
 def console(columns: int) -> Console:
-    """Plain, of so many columns, where there is no terminal or mpirun shows ranks one of its own."""
+    """Plain, of so many columns, without a terminal or where mpirun shows ranks one of its own."""
     if launch.launched_ranks() > 1 or not sys.stdout.isatty():
         return Console(width=columns, color_system=None, highlight=False)
     return Console(highlight=False)
