@@ -1,6 +1,6 @@
 """Timing the kernels inside dispatch and combine, as `fp4comm.bench.calibrate` needs them.
 
-Collective: they run on all ranks at once.  The fastest of some repeats counts.
+Collective: they run on all ranks at once.  Times are medians.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ class Kernels:
         wire: WireFormat,
         arrive: str,
     ) -> dict[str, float]:
-        """Least us of the slowest rank in each part; of combine too, with BF16 arrival."""
+        """Median us of the slowest rank in each part; of combine too, with BF16 arrival."""
         a2a = self._all_to_all(work, wire, arrive)
         experts = range(
             self._transport.rank * LOCAL_EXPERTS, (self._transport.rank + 1) * LOCAL_EXPERTS
@@ -134,7 +134,7 @@ class Kernels:
         names = sorted(samples)
         ns = gather(self._transport, np.concatenate([samples[name] for name in names]))
         slowest = ns.reshape(self._transport.num_ranks, len(names), -1).max(axis=0)
-        return dict(zip(names, (slowest.min(axis=1) / 1e3).tolist(), strict=True))
+        return dict(zip(names, (np.median(slowest, axis=1) / 1e3).tolist(), strict=True))
 
     def _combine(self, a2a: AllToAll, d: Dispatched, wire: WireFormat, experts: range) -> float:
         """Combine; return the seconds of its first kernel, run once more alone."""

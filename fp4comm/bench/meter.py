@@ -1,15 +1,13 @@
 """Timing exchanges and copies on all ranks, as `fp4comm.bench.calibrate` needs them; collective.
 
-Of large exchanges and copies the fastest of some repeats counts, and of tiny ones the median: what
-else runs on the machine is not its own.  Peers are ``[num_ranks, num_ranks]`` bool, by sender and
-receiver; GB/s = 10^9 B/s, each way.
+Times are medians of some repeats, as those of ``fp4comm bench`` are.  Peers are ``[num_ranks,
+num_ranks]`` bool, by sender and receiver; GB/s = 10^9 B/s, each way.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import numpy as np
 import torch
@@ -28,8 +26,6 @@ COPY_BYTES = 1 << 26
 REPEATS = 5
 TINY_REPEATS = 21
 
-Pick = Callable[..., Any]  # of the samples along an axis: np.min or np.median
-
 
 class Meter:
     """Times exchanges and copies on all ranks."""
@@ -40,38 +36,40 @@ class Meter:
         self._device = current_device(device)
         self._stopwatch = Stopwatch(transport, device)
 
-    def slowest_us(self, call: Callable[[], object], repeats: int, pick: Pick = np.min) -> float:
-        """Pick one of the times of the slowest rank in each repeat, us."""
-        return float(pick(self._samples_us(call, repeats).max(axis=0)))
+    def slowest_us(self, call: Callable[[], object], repeats: int) -> float:
+        """Median time of the slowest rank, us."""
+        return float(np.median(self._samples_us(call, repeats).max(axis=0)))
 
     def _samples_us(self, call: Callable[[], object], repeats: int) -> np.ndarray:
         with lent(self._transport, "calibration", self._transport.timeout_s):
             return self._stopwatch.samples_us(call, repeats)
 
     def copy_gbs(self) -> float:
-        """Copy of memory on all ranks at once, GB/s of the slowest: read plus write."""
+        """Copy to new memory on all ranks at once, GB/s of the slowest: read plus write.
+
+        New, since calls return new memory, and a CPU's system takes its time to give it.
+        """
         source = torch.ones(COPY_BYTES, dtype=torch.uint8, device=self._device)
-        target = torch.empty_like(source)
-        return 2 * COPY_BYTES / self.slowest_us(lambda: target.copy_(source), REPEATS) / 1e3
+        return 2 * COPY_BYTES / self.slowest_us(source.clone, REPEATS) / 1e3
 
     def counts_us(self) -> float:
         """Time of the exchange of counts in us."""
         num_ranks = self._transport.num_ranks
         counts = np.zeros((num_ranks, message_words(num_ranks)), np.int64)
         exchange = functools.partial(self._transport.exchange_counts, counts)
-        return self.slowest_us(exchange, TINY_REPEATS, np.median)
+        return self.slowest_us(exchange, TINY_REPEATS)
 
     def large_us(self, peers: np.ndarray, num_bytes: int, repeats: int = REPEATS) -> float:
-        """Time of one exchange in us, the fastest of repeats.
+        """Time of one exchange in us.
 
         Rank i sends num_bytes to each j with peers[i, j].
         """
         return self.slowest_us(self._exchange(peers, num_bytes), repeats)
 
     def tiny_us(self, peers: np.ndarray, streams: int) -> float:
-        """Median time of such an exchange of `TINY_BYTES` in each stream, in us."""
+        """Time of such an exchange of `TINY_BYTES` in each stream, in us."""
         exchange = self._exchange(peers, TINY_BYTES, streams)
-        return self.slowest_us(exchange, TINY_REPEATS, np.median)
+        return self.slowest_us(exchange, TINY_REPEATS)
 
     def _exchange(
         self, peers: np.ndarray, num_bytes: int, streams: int = 1
@@ -119,11 +117,11 @@ class Meter:
                 peers[pair] = peers[pair[::-1]] = True
             large = self._large_bytes(peers, 1, PAIR_TARGET_S)
             us = [  # of each rank
-                pick(self._samples_us(self._exchange(peers, num_bytes), repeats), axis=1)
-                for num_bytes, repeats, pick in (
-                    (TINY_BYTES, TINY_REPEATS, np.median),
-                    (large // STEP, REPEATS, np.min),
-                    (large, REPEATS, np.min),
+                np.median(self._samples_us(self._exchange(peers, num_bytes), repeats), axis=1)
+                for num_bytes, repeats in (
+                    (TINY_BYTES, TINY_REPEATS),
+                    (large // STEP, REPEATS),
+                    (large, REPEATS),
                 )
             ]
             for i, j in round_:
