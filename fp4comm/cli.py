@@ -161,7 +161,7 @@ def _calibrate(context: click.Context) -> None:
     expect_without_others("calibrate", context, CALIBRATE_OPTIONS)
     file = options["topology_file"]
     if file.suffix != ".toml" or not file.stem.isprintable():
-        raise UserError(f"calibrate: expected a file NAME.toml, got {file}")
+        raise click.UsageError(f"calibrate: expected a file NAME.toml, got {file}")
 
     def on_rank(group: Transport) -> tuple[Environment, Calibration]:
         device, timeout_s = options["device"], options["timeout_s"]

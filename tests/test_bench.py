@@ -25,6 +25,7 @@ from fp4comm.bench.workload import (
     distinct_experts,
     zipf_popularity,
 )
+from fp4comm.codec import cpu
 from fp4comm.routing import Placement
 from fp4comm.transport.local import LocalTransport
 
@@ -308,7 +309,7 @@ def test_routing_to_no_expert_needs_their_number(tmp_path):
     save_file(data, tmp_path / "none")
     with pytest.raises(ValueError, match=r"routing: .*none.npy: expected some expert, or how many"):
         read_routing(tmp_path / "none.npy")
-    with pytest.raises(ValueError, match=r"data: x from none: expected some expert in topk_idx"):
+    with pytest.raises(ValueError, match=r"data: x from none: expected some expert, or how"):
         Recorded([tmp_path / "none"], num_ranks=2)
     assert read_routing(tmp_path / "none.npy", 4)[1] == 4
     assert Recorded([tmp_path / "none"], 2, num_experts=4).num_experts == 4
@@ -505,6 +506,21 @@ def test_hidden_2880():  # BEN-16
     report = measure(Synthetic(2, 8, 2880, 4, 2))[0]
     assert report.num_wrong == 0
     assert report.rows[0].wire_bytes.total == report.rows[0].wire_rows.total * (1530 + 12)
+
+
+def test_ranks_wait_for_rank_0_to_compile_longer_than_for_a_peer(monkeypatch):
+    monkeypatch.setattr(bench, "run_local", lambda *_: time.sleep(1.5))
+    settings = bench.Settings(("mxfp4",))
+    took_s = transport.run_local(2, lambda t: bench.compile_first(t, settings), timeout_s=0.3)
+    assert took_s[0] == took_s[1] >= 1.5
+
+
+@pytest.mark.parametrize(("routes", "num_calls"), [(("flat",), 0), (("flat", "two_hop"), 2)])
+def test_the_relays_kernels_are_compiled_where_a_route_has_one(monkeypatch, routes, num_calls):
+    calls, relay_reduce = [], cpu.relay_reduce
+    monkeypatch.setattr(cpu, "relay_reduce", lambda *a: calls.append(1) or relay_reduce(*a))
+    bench.compile_first(transport.open("local"), bench.Settings(("mxfp4",), routes=routes))
+    assert len(calls) == num_calls
 
 
 def test_no_tokens_at_all():

@@ -50,13 +50,7 @@ class Recorded:
         self.name = f"x from {', '.join(file.name for file in files)}"
         self.hidden = check.hidden(self._x.shape[1])
         self.num_topk = self._idx.shape[1]
-        high = int(self._idx.max())
-        if num_experts is None and high == NO_EXPERT:
-            raise ValueError(
-                f"data: {self.name}: expected some expert in topk_idx, or how many there are, got"
-                " none"
-            )
-        self.num_experts = high + 1 if num_experts is None else num_experts
+        self.num_experts = _num_experts(f"data: {self.name}", self._idx, num_experts)
         check.local_experts("experts", self.num_experts, num_ranks)
         check.expert_range(check.topk_idx(idx, len(idx), idx.device), self.num_experts)
         self._offsets = _shares(len(idx), num_ranks, tokens)
@@ -186,9 +180,16 @@ def read_routing(file: Path, num_experts: int | None = None) -> tuple[np.ndarray
         of_experts = "" if num_experts is None else f" ({num_experts} experts)"
         got = low if low < NO_EXPERT else high
         raise ValueError(f"routing: {file}: expected values in -1..{most}{of_experts}, got {got}")
-    if num_experts is None and high == NO_EXPERT:
-        raise ValueError(f"routing: {file}: expected some expert, or how many there are, got none")
-    return found.astype(np.int64), high + 1 if num_experts is None else num_experts
+    return found.astype(np.int64), _num_experts(f"routing: {file}", found, num_experts)
+
+
+def _num_experts(source: str, topk_idx: np.ndarray, given: int | None) -> int:
+    """How many there are; one more than the largest where nobody says."""
+    if given is not None:
+        return given
+    if topk_idx.max() == NO_EXPERT:
+        raise ValueError(f"{source}: expected some expert, or how many there are, got none")
+    return int(topk_idx.max()) + 1
 
 
 def _topk_idx(file: Path) -> Any:

@@ -287,8 +287,8 @@ def _is_time(value: Any) -> bool:
 
 def _is_skew(value: Any) -> bool:
     try:
-        return value == "balanced" or _is_time(float(value))
-    except (TypeError, ValueError):
+        return value == "balanced" or _is_time(float(value) if isinstance(value, str) else value)
+    except ValueError:
         return False
 
 
@@ -301,7 +301,7 @@ CHECKS: dict[str, Callable[[Any], bool]] = {
     LIST: lambda value: isinstance(value, list) and bool(value),
     WHOLES: lambda value: isinstance(value, list) and bool(value) and all(map(_is_whole, value)),
     TEXTS: lambda value: isinstance(value, list) and all(isinstance(v, str) for v in value),
-    SKEW: lambda value: _is_time(value) or _is_skew(value),
+    SKEW: _is_skew,
 }
 
 
