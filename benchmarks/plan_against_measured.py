@@ -172,9 +172,10 @@ def main(
                 click.echo(line(row))
             if json_file is not None:  # after each, since a run is long
                 arguments = {"gbit": gbit, "hosts": hosts if gbit else 1, "ranks": ranks}
+                of_run = {"mtu": mtu, "burst_kib": burst_kib, "cases": cases, "share": share}
                 content = {
                     "command": "plan_against_measured",
-                    "arguments": {**arguments, "mtu": mtu, "share": share, **ITERATIONS},
+                    "arguments": {**arguments, **of_run, **ITERATIONS},
                     "qdisc": link.qdisc if gbit else None,
                     "transport": "torch (gloo)" if gbit else "mpi",
                     **as_json(rows, calibrated),
