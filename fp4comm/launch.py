@@ -41,6 +41,8 @@ LAST_WORDS_S = 1.0  # launchers end all ranks when one fails: the others let one
 class UserError(click.ClickException):
     """A mistake of the user's, or a rank that is gone: one line, on one rank; exit code 2.
 
+    Where rank 0 is gone all that miss it tell, and of a rank that does not come ranks 0 and 1.
+
     Attributes:
         is_reporter: whether this process is the one.
     """

@@ -34,14 +34,15 @@ def _writable(context: click.Context, parameter: click.Parameter, value: Path | 
         return None
     if not value.name or not value.absolute().parent.is_dir():
         raise click.BadParameter(f"no such folder: {value.absolute().parent}")
-    existed = value.exists()
+    file = value.resolve()  # behind a link
+    existed = file.exists()
     try:  # now, not after the whole measurement
-        with value.open("a"):
+        with file.open("a"):
             pass
     except OSError as error:
         raise click.BadParameter(f"cannot be written: {error.strerror}") from error
     if not existed:
-        value.unlink(missing_ok=True)  # other ranks try it too
+        file.unlink(missing_ok=True)  # other ranks try it too
     return value
 
 
@@ -56,7 +57,7 @@ class FileCommand(click.Command):
             for file in _files(parameter, context.params.get(str(parameter.name)))
         ]
         for output, other in itertools.permutations(named, 2):
-            if output[0].callback is _writable and output[1].resolve() == other[1].resolve():
+            if output[0].callback is _writable and _are_same(output[1], other[1]):
                 written, read = (parameter.opts[0].lstrip("-") for parameter, _ in (output, other))
                 raise click.UsageError(
                     f"{written}: expected another file than that of {read}, got {output[1]}"
@@ -65,11 +66,19 @@ class FileCommand(click.Command):
 
 
 def _files(parameter: click.Parameter, value: Any) -> list[Path]:
-    """What of a value is a file: all paths, and a name that a file has."""
+    """What of a value is a file: all paths, and a topology that is no preset."""
     if isinstance(value, str) and "FILE" in (parameter.metavar or ""):
-        return [Path(value)] if Path(value).is_file() else []
+        path = Path(value)  # of a preset the name alone
+        return [path] if path.suffix == ".toml" or path.name != value else []
     values = value if isinstance(value, tuple) else (value,)
     return [value for value in values if isinstance(value, Path)]
+
+
+def _are_same(one: Path, other: Path) -> bool:
+    """Whether they are one file, by links too, there or not."""
+    if one.exists() and other.exists():
+        return one.samefile(other)
+    return one.resolve() == other.resolve()
 
 
 OUTPUT: dict[str, Any] = {

@@ -341,8 +341,9 @@ def with_row(**changes):
         (with_row(time={"median_us": 0, "p90_us": 1}), "rows.2.time.median_us: expected a time"),
         (with_row(parts_us={"plan": None}), "rows.2.parts_us.plan: expected a time, got nothing"),
         ({"command": "plan"}, "ranks: expected a whole number, got nothing"),
-        ({**json.loads(DEMO.read_text()), "arguments": {"skew": [1]}},
-         "arguments.skew: expected a number or balanced, got [1]"),
+        *(({**json.loads(DEMO.read_text()), "arguments": {"skew": skew}},
+           "arguments.skew: expected a number or balanced, got ")
+          for skew in ([1], True, 10**400, "inf")),
     ],
 )  # fmt: skip
 def test_what_is_no_result_is_refused_in_one_line(tmp_path, content, text):
@@ -381,6 +382,13 @@ def test_other_mistakes_of_the_command_line(tmp_path):
     refused = run("report", copy, "--json", copy)
     assert "json: expected another file than that of files, got " in refused.output
     assert copy.read_text() == DEMO.read_text()
+    (tmp_path / "hard.json").hardlink_to(copy)
+    refused = run("report", copy, "--json", tmp_path / "hard.json")
+    assert "json: expected another file than that of files, got " in refused.output
+    assert copy.read_text() == DEMO.read_text()
+    (tmp_path / "link.json").symlink_to(tmp_path / "target.json")
+    assert run("report", copy, "--json", tmp_path / "link.json").exit_code == 0
+    assert json.loads((tmp_path / "target.json").read_text())
     refused = run("report", copy, "--json", tmp_path / "out", "--html", tmp_path / "out")
     assert refused.exit_code == 2
     assert "expected another file than that of" in refused.output

@@ -157,7 +157,7 @@ def compile_first(transport: Transport, settings: Settings) -> float:
     if transport.rank == 0:
         run_local(num_ranks, on_rank, COMPILE_S)
     took = time.perf_counter_ns() - start
-    limit_s = max(transport.timeout_s, COMPILE_S)
+    limit_s = transport.timeout_s if transport.rank == 0 else max(transport.timeout_s, COMPILE_S)
     return int(gather(transport, [took], "compiling on rank 0", limit_s)[0, 0]) / 1e9
 
 

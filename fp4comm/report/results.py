@@ -287,7 +287,7 @@ def _is_time(value: Any) -> bool:
 
 def _is_skew(value: Any) -> bool:
     try:
-        return value == "balanced" or _is_time(float(value) if isinstance(value, str) else value)
+        return value == "balanced" or _is_time(float(str(value)))
     except ValueError:
         return False
 
