@@ -4,7 +4,6 @@ Ranks that are threads share a GPU, and so autograd's one thread for it: there e
 thread of its own.  Ranks with NCCL: test_nccl_ranks.py.
 """
 
-import gc
 import itertools
 import weakref
 
@@ -14,7 +13,7 @@ import torch
 from compiled import kernels_are_compiled  # noqa: F401
 from gradients import CASES, Case, check_gradients, close_rows, inputs, make, model, round_trip
 from gradients import expert_matrices as matrices_of
-from on_device import to
+from on_device import allocated, to
 from torch.utils.checkpoint import checkpoint
 
 from fp4comm import Precision, transport
@@ -175,12 +174,6 @@ def test_grd_16_no_grad_keeps_no_memory():
         assert not layer.combine(scaled(d), d.handle).requires_grad
         kept.append(weakref.ref(d.handle))
 
-    def allocated():
-        on_device.synchronize()
-        gc.collect()  # what earlier tests left
-        torch.cuda.empty_cache()  # takes back what other streams were done with, too
-        return torch.cuda.memory_allocated() if DEVICE.type == "cuda" else 0
-
     with torch.no_grad():
         call()
         before = allocated()
@@ -194,13 +187,11 @@ def test_a_step_frees_what_it_took():
     layer = make(transport.open("local"), LARGE)
     x, idx, weights, dy = (part.to(DEVICE) for part in inputs(LARGE, 0))
     leaves = x.requires_grad_(), weights.requires_grad_()
-    allocated = torch.cuda.memory_allocated if DEVICE.type == "cuda" else lambda: 0
     seen = set()
     for _ in range(5):
         d = layer.dispatch(x, idx, weights)
         y = layer.combine(scaled(d), d.handle)
         gradients = torch.autograd.grad(y, leaves, dy)
         del d, y, gradients
-        on_device.synchronize()
         seen.add(allocated())
     assert len(seen) == 1, seen
