@@ -119,11 +119,12 @@ def highest_peak(call: Callable[[], Any], transport: Transport, device: torch.de
 def times_in_turns(
     steps: Mapping[str, Callable[[], Any]], watch: Stopwatch, transport: Transport, iterations: int
 ) -> dict[str, float]:
-    """Median of the slowest rank in each iteration, us."""
+    """Median of the slowest rank in each iteration, us; another step is the first in each turn."""
     samples: dict[str, list[int]] = {name: [] for name in steps}
+    names = list(steps)
     for i in range(WARMUP + iterations):
-        for name, step in steps.items():
-            _, ns = watch.time(step)
+        for name in names[i % len(names) :] + names[: i % len(names)]:
+            _, ns = watch.time(steps[name])
             if i >= WARMUP:
                 samples[name].append(ns)
     return {
