@@ -13,14 +13,14 @@ import dataclasses
 import functools
 import zlib
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
 from fp4comm import texts
 from fp4comm.formats import FORMATS, WireFormat
 from fp4comm.precision import Precision
-from fp4comm.transport import Transport, lent
+from fp4comm.transport import Lent, Transport
 
 Made = TypeVar("Made")
 
@@ -42,8 +42,7 @@ GRADIENTS = ("none", "of {tokens}", "of topk_weights", "of {tokens} and topk_wei
 WIRES = [WireFormat(f.name, rule) for f in FORMATS.values() for rule in f.scale_rules or (None,)]
 
 
-@dataclasses.dataclass(frozen=True)
-class Fingerprint:
+class Fingerprint(NamedTuple):
     """What has to be the same on all ranks, each as a number."""
 
     operation: int
@@ -68,8 +67,7 @@ class Fingerprint:
     grad_wire: int = 0
 
 
-FINGERPRINT_FIELDS = tuple(field.name for field in dataclasses.fields(Fingerprint))
-HEADER_WORDS = 1 + len(FINGERPRINT_FIELDS)
+HEADER_WORDS = 1 + len(Fingerprint._fields)
 
 # How an error text calls a field, and its values; tokens are those of INPUTS.
 FIELD_NAMES = {
@@ -114,19 +112,21 @@ def agree(
         ValueError, TypeError, RuntimeError: on all ranks alike, naming rank and argument.
     """
     status = 0 if failure is None else 1 + _type_number(failure)
-    message = np.zeros((transport.num_ranks, message_words(transport.num_ranks)), np.int64)
-    message[:, :HEADER_WORDS] = [status, *vars(mine).values()]
-    first, rest = np.split(counts, [message.shape[1] - HEADER_WORDS], axis=1)
-    message[:, HEADER_WORDS : HEADER_WORDS + first.shape[1]] = first
+    num_words = message_words(transport.num_ranks)
+    room = num_words - HEADER_WORDS
+    message = np.zeros((transport.num_ranks, num_words), np.int64)
+    message[:, :HEADER_WORDS] = [status, *mine]
+    counted = slice(HEADER_WORDS, HEADER_WORDS + min(room, counts.shape[1]))
+    message[:, counted] = counts[:, :room]
     received = transport.exchange_counts(message)
     statuses, fingerprints = received[:, 0], received[:, 1:HEADER_WORDS]
     if statuses.any():
         _raise_first_failure(transport, statuses, failure)
     _compare(fingerprints)
-    got = received[:, HEADER_WORDS : HEADER_WORDS + first.shape[1]]
-    if not rest.shape[1]:
+    got = received[:, counted]
+    if counts.shape[1] <= room:
         return got
-    return np.concatenate([got, transport.exchange_counts(rest)], axis=1)
+    return np.concatenate([got, transport.exchange_counts(counts[:, room:])], axis=1)
 
 
 def message_words(num_ranks: int) -> int:
@@ -153,7 +153,7 @@ def make_on_all(transport: Transport, make: Callable[[], Made]) -> Made:
     except Exception as error:
         failure = error
     nothing = np.empty((transport.num_ranks, 0), np.int64)
-    with lent(transport, "arguments", transport.timeout_s):
+    with Lent(transport, "arguments", transport.timeout_s):
         agree(transport, Fingerprint(COMMAND), nothing, failure)
     return made  # type: ignore[return-value]  # else agree has raised
 
@@ -165,7 +165,7 @@ def same_on_all(transport: Transport, values: dict[str, Any]) -> None:
         ValueError: on all ranks alike, naming the first that differs.
     """
     hashes = [zlib.crc32(repr(value).encode()) for value in values.values()]
-    with lent(transport, "arguments", transport.timeout_s):
+    with Lent(transport, "arguments", transport.timeout_s):
         told = transport.exchange_counts(np.tile(np.array(hashes), (transport.num_ranks, 1)))
         found = _first_difference(told)
         if found is None:
@@ -230,13 +230,13 @@ def _compare(fingerprints: np.ndarray) -> None:
     if found is None:
         return
     rank, column = found
-    field = FINGERPRINT_FIELDS[column]
+    field = Fingerprint._fields[column]
     expected, got = (_word(field, int(fingerprints[r, column])) for r in (0, rank))
     if field in ("all_to_all", "history", "nodes"):  # a number means nothing to a reader
         expected, got = "the one", "another"
     kind = TypeError if field == "dtype" else ValueError
     name = FIELD_NAMES.get(field, field)
-    tokens = INPUTS[int(fingerprints[0, FINGERPRINT_FIELDS.index("operation")])]
+    tokens = INPUTS[int(fingerprints[0, Fingerprint._fields.index("operation")])]
     text = f"{name}: expected {expected} as on rank 0, got {got}".format(tokens=tokens)
     raise kind(on_rank(rank, len(fingerprints), text))
 

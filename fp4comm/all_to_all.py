@@ -358,6 +358,7 @@ class AllToAll(Caller):
         topk_weights: Any,
         check_more: Callable[[], None],
         *,
+        explained: Callable[[Exception], Exception] = lambda failure: failure,
         arrive: str | None = None,
         async_op: bool = False,
     ) -> Pending[Dispatched]:
@@ -366,12 +367,14 @@ class AllToAll(Caller):
         Args:
             x, topk_idx, topk_weights, async_op: as for `dispatch`.
             check_more: checks on this rank; what it raises is raised on all, as our own checks' is.
+            explained: gives what is raised for a failure of either.
             arrive: another arrival than the object's.
 
         Raises:
             as `dispatch`.
         """
         rows, draft, sent, failure = self._prepare(x, topk_idx, topk_weights, check_more)
+        failure = failure and explained(failure)
         with self._phase("dispatch", "counts"):
             inputs = autograd.Inputs.of(x, topk_weights)
             mine = self._fingerprint(agreement.DISPATCH, failure, rows, draft, topk_weights, inputs)

@@ -35,10 +35,11 @@ def check_inputs(arrive: str, x: Any, topk_weights: Any = None) -> None:
     check.no_tangent("x", *parts)
     check.no_tangent("topk_weights", topk_weights)
     if arrive != "bf16":
-        reason = f'arrive="bf16" is differentiable, arrive="{arrive}" is for functions with a'
-        reason += " backward of their own, as fp4comm.experts"
-        check.no_gradient("x", *parts, reason=reason)
-        check.no_gradient("topk_weights", topk_weights, reason=reason)
+        if check.wants_gradient(*parts, topk_weights):
+            reason = f'arrive="bf16" is differentiable, arrive="{arrive}" is for functions with a'
+            reason += " backward of their own, as fp4comm.experts"
+            check.no_gradient("x", *parts, reason=reason)
+            check.no_gradient("topk_weights", topk_weights, reason=reason)
     elif isinstance(x, (tuple, list)):
         check.no_gradient("x", *parts, reason="an FP8 pair is not differentiable")
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import torch
 
 from fp4comm import hops
-from fp4comm.transport import Transport, lent, stopping_peers
+from fp4comm.transport import Lent, StoppingPeers, Transport
 
 
 class Caller:
@@ -28,15 +28,13 @@ class Caller:
         self.timeout_s = timeout_s
         self._transport = transport
 
-    @contextlib.contextmanager
-    def _phase(self, operation: str, part: str, label: str = "") -> Iterator[None]:
+    def _phase(
+        self, operation: str, part: str, label: str = ""
+    ) -> contextlib.AbstractContextManager[None]:
         """Lend the transport our time limit, phase and label, and count the seconds."""
-        name, start = f"{operation} {part}", self._now()
-        with lent(self._transport, name, self.timeout_s, label):
-            yield
-        if self.timings is not None:
-            seconds = self._now() - start
-            self.timings[name] = self.timings.get(name, 0.0) + seconds
+        name = f"{operation} {part}"
+        lending = Lent(self._transport, name, self.timeout_s, label)
+        return lending if self.timings is None else _timed(name, lending, self.timings)
 
     def _exchange(self, operation: str, label: str, async_op: bool = False) -> hops.Exchange:
         """Lend a way the transport, with our time limit and this operation's phase and label."""
@@ -45,11 +43,20 @@ class Caller:
 
     def _stopping_peers(self, operation: str) -> contextlib.AbstractContextManager[None]:
         """If this rank fails where the others cannot know, tell them."""
-        return stopping_peers(self._transport, operation)
+        return StoppingPeers(self._transport, operation)
 
-    def _now(self) -> float:
-        """Seconds; if somebody wants them, those at which the device has done what is queued."""
-        if self.timings is not None and torch.cuda.is_initialized():
-            with contextlib.suppress(RuntimeError):  # of the device: its next use says so
-                torch.cuda.synchronize()
-        return time.perf_counter()
+
+@contextlib.contextmanager
+def _timed(name: str, lending: Lent, timings: dict[str, float]) -> Iterator[None]:
+    start = _now()
+    with lending:
+        yield
+    timings[name] = timings.get(name, 0.0) + _now() - start
+
+
+def _now() -> float:
+    """Seconds at which the device has done what is queued."""
+    if torch.cuda.is_initialized():
+        with contextlib.suppress(RuntimeError):  # of the device: its next use says so
+            torch.cuda.synchronize()
+    return time.perf_counter()

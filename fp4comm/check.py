@@ -63,8 +63,8 @@ def layout(value: Any, num_rows: int, device: torch.device) -> None:
     """Check that a layout is one, of this many wire rows on this device."""
     if not hasattr(value, "slot_rows"):
         raise TypeError(f"layout: expected the layout of a Handle, got {type(value).__name__}")
-    if len(value.slot_rows) != num_rows:
-        got = len(value.slot_rows)
+    got = value.slot_rows.shape[0]
+    if got != num_rows:
         raise ValueError(f"layout: expected one of {num_rows} wire rows, got {got}")
     if value.slot_rows.device != device:
         raise ValueError(f"layout: expected on {device} as the rows, got {value.slot_rows.device}")

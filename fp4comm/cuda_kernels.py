@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import functools
 import hashlib
 import importlib
 import os
@@ -16,17 +17,16 @@ import re
 import struct
 import tempfile
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from fp4comm import gpu
 
 FOLDER = Path(__file__).resolve().parent / "cuda"  # in a checkout a link
 READ_ONE_BY_ONE = torch.int32, torch.int64  # elements of tables
-CODES = {int: "Q", np.int32: "i", np.uint32: "I", np.int64: "q"}  # of `struct`; int: an address
 MIN_CAPABILITY = 8, 0  # Ampere: the first with BF16 arithmetic
 OPTIONS = ("-std=c++17", "-ftz=false", "-fmad=false", "-prec-div=true", "-prec-sqrt=true")
 
@@ -84,7 +84,13 @@ def _check_driver(cp: Any) -> None:
 
 
 def launch(
-    name: str, options: Options, grid: int, block: tuple[int, int], *args: torch.Tensor | Any
+    name: str,
+    options: Options,
+    grid: int,
+    block: tuple[int, int],
+    tensors: Sequence[Any],
+    fields: str,
+    *numbers: int,
 ) -> None:
     """Launch a kernel on torch's current stream of its tensors' device, unless the grid is empty.
 
@@ -93,24 +99,29 @@ def launch(
         options: of its compiler.
         grid: thread blocks.
         block: threads of each, along x and y.
-        args: tensors, None for a null pointer, and NumPy numbers of the width that the kernel
-            declares; the first is a tensor, and all tensors are contiguous.
+        tensors: the first arguments that the kernel declares: contiguous tensors, or None for a
+            null pointer; the first is a tensor.
+        fields: types of the others, in letters of `struct`: ``i`` int, ``I`` unsigned int, ``q``
+            long long.
+        numbers: the others.
     """
     if grid == 0:
         return
-    device = args[0].device.index
-    values: list[Any] = []
+    values = []
     copies = []  # live until the launch
-    for arg in args:
-        if isinstance(arg, torch.Tensor):
-            address = arg.data_ptr()
-            if address % gpu.ALIGNMENT and arg.dtype not in READ_ONE_BY_ONE:
-                copies.append(arg.clone())  # of a view that starts between wide accesses
-                address = copies[-1].data_ptr()
-            arg = address
-        values.append(0 if arg is None else arg)
+    for tensor in tensors:
+        address = 0 if tensor is None else tensor.data_ptr()
+        if address % gpu.ALIGNMENT and tensor.dtype not in READ_ONE_BY_ONE:
+            copies.append(tensor.clone())  # of a view that starts between wide accesses
+            address = copies[-1].data_ptr()
+        values.append(address)
+    device = tensors[0].device.index
     stream = torch._C._cuda_getCurrentRawStream(device)  # a tenth of torch.cuda.current_stream
-    kernel(name, device, options).launch(grid, block, values, stream)
+    layout = _layout("P" * len(values) + fields)
+    kernel(name, device, options).launch(grid, block, layout, (*values, *numbers), stream)
+
+
+_layout = functools.cache(struct.Struct)
 
 
 class Kernel:
@@ -128,7 +139,14 @@ class Kernel:
         self._device = device
         self._driver, self._runtime = cp.cuda.driver, cp.cuda.runtime
 
-    def launch(self, grid: int, block: tuple[int, int], args: list[Any], stream: int) -> None:
+    def launch(
+        self,
+        grid: int,
+        block: tuple[int, int],
+        layout: struct.Struct,
+        values: tuple[int, ...],
+        stream: int,
+    ) -> None:
         """Launch it.
 
         CuPy's own launch takes three times as long.
@@ -136,13 +154,13 @@ class Kernel:
         Args:
             grid: thread blocks.
             block: threads of each, along x and y.
-            args: addresses as ints, and NumPy numbers, laid out as the kernel declares them.
+            layout: types of the arguments, as the kernel declares them.
+            values: the arguments.
             stream: its pointer.
         """
         packed = _packed
-        fields = "".join([CODES[type(arg)] for arg in args])
-        packed.size.value = struct.calcsize(fields)
-        struct.pack_into(fields, packed.args, 0, *args)
+        packed.size.value = layout.size
+        layout.pack_into(packed.args, 0, *values)
         before = self._runtime.getDevice()
         self._runtime.setDevice(self._device)  # a new thread has no context before
         try:

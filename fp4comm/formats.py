@@ -8,6 +8,7 @@ for "even".
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import numpy as np
 
@@ -154,12 +155,12 @@ class WireFormat:
         _check_name(argument, wire, "a name or a WireFormat")
         return WireFormat(wire)
 
-    @property
+    @functools.cached_property
     def format(self) -> Format:
         """The table's line."""
         return FORMATS[self.name]
 
-    @property
+    @functools.cached_property
     def scale_round(self) -> int:
         """The addend of the scale rule; 0 where there are no scales."""
         return SCALE_ROUND.get((self.format.element.name, self.scale_rule or ""), 0)

@@ -40,22 +40,26 @@ class PackedRows:
 
     def __post_init__(self) -> None:
         """Check that the parts fit."""
-        object.__setattr__(self, "format", WireFormat.of(self.format, "format"))
+        wire = WireFormat.of(self.format, "format")
+        object.__setattr__(self, "format", wire)
         check.hidden(self.hidden)
-        columns = (self.format.payload_bytes(self.hidden), self.format.scale_bytes(self.hidden))
-        for name, part, width in zip(
-            ("payload", "scales"), (self.payload, self.scales), columns, strict=True
-        ):
+        widths = {
+            "payload": wire.payload_bytes(self.hidden),
+            "scales": wire.scale_bytes(self.hidden),
+        }
+        for name, width in widths.items():
+            part = getattr(self, name)
             if not isinstance(part, torch.Tensor) or part.dtype != torch.uint8:
                 got = part.dtype if isinstance(part, torch.Tensor) else type(part).__name__
                 raise TypeError(f"{name}: expected a uint8 tensor, got {got}")
-            num_rows = len(self.payload) if self.payload.dim() else 0
+            num_rows = self.payload.shape[0] if self.payload.dim() else 0
             if part.shape != (num_rows, width):
                 raise ValueError(
-                    f"{name}: expected shape [{num_rows}, {width}] ({self.format.name}, hidden"
+                    f"{name}: expected shape [{num_rows}, {width}] ({wire.name}, hidden"
                     f" {self.hidden}), got {list(part.shape)}"
                 )
-            object.__setattr__(self, name, part.contiguous())
+            if not part.is_contiguous():
+                object.__setattr__(self, name, part.contiguous())
         if self.payload.device != self.scales.device:
             raise ValueError(
                 f"scales: expected on {self.payload.device} as payload, got {self.scales.device}"

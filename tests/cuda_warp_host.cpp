@@ -41,6 +41,7 @@ namespace i64_index {
 }  // namespace i64_index
 
 namespace slots {
+#include "chosen_experts.cu"
 #include "slot_counts.cu"
 #define slot_rows slot_rows_kernel  // which has an argument of that name
 #include "slot_rows.cu"
@@ -97,6 +98,7 @@ static const std::map<std::string, Kernel> KERNELS = {
     {"route_counts -DINDEX=i64", kernel_of(i64_index::route_counts_i64)},
     {"route_rows -DINDEX=int", kernel_of(i32_index::route_rows_i32)},
     {"route_rows -DINDEX=i64", kernel_of(i64_index::route_rows_i64)},
+    {"chosen_experts", kernel_of(slots::chosen_experts)},
     {"slot_counts", kernel_of(slots::slot_counts)},
     {"slot_rows", kernel_of(slots::slot_rows_kernel)},
 };

@@ -54,37 +54,39 @@ class Warps:
             stderr=errors.open("w"),
         )
 
-    def launch(self, name, options, grid, block, *args):
+    def launch(self, name, options, grid, block, tensors, fields, *numbers):
         """Stand for `cuda_kernels.launch`, on tensors of the host."""
         assert block[1] == 1
-        assert isinstance(args[0], torch.Tensor)
-        assert all(a.is_contiguous() for a in args if isinstance(a, torch.Tensor))
+        assert isinstance(tensors[0], torch.Tensor)
+        given = [tensor for tensor in tensors if tensor is not None]
+        assert all(tensor.is_contiguous() for tensor in given)
         if grid == 0:
             return
         self.seed += 1
         kernel = " ".join([name, *options]).encode()
         parts = [struct.pack("=i", len(kernel)), kernel]
-        parts += [struct.pack("=qiQi", grid, block[0], self.seed, len(args))]
-        for arg in args:
-            if arg is None:
+        num_args = len(tensors) + len(numbers)
+        parts += [struct.pack("=qiQi", grid, block[0], self.seed, num_args)]
+        for tensor in tensors:
+            if tensor is None:
                 parts.append(b"n")
-            elif isinstance(arg, torch.Tensor):
-                parts += [struct.pack("=cq", b"t", arg.nbytes), arg.numpy().tobytes()]
             else:
-                letter = {np.int32: "i", np.int64: "q"}[type(arg)]
-                parts.append(struct.pack(f"=c{letter}", b"i" if letter == "i" else b"l", arg))
+                parts += [struct.pack("=cq", b"t", tensor.nbytes), tensor.numpy().tobytes()]
+        for letter, number in zip(fields, numbers, strict=True):
+            kind = {"i": b"i", "q": b"l"}[letter]
+            parts.append(struct.pack(f"=c{letter}", kind, number))
         try:
             self.process.stdin.write(b"".join(parts))
             self.process.stdin.flush()
         except BrokenPipeError:
             self.fail(kernel)
-        for arg in args:
-            if isinstance(arg, torch.Tensor) and arg.nbytes:
-                data = self.process.stdout.read(arg.nbytes)
-                if len(data) < arg.nbytes:
+        for tensor in given:
+            if tensor.nbytes:
+                data = self.process.stdout.read(tensor.nbytes)
+                if len(data) < tensor.nbytes:
                     self.fail(kernel)
-                left = torch.frombuffer(bytearray(data), dtype=arg.dtype).reshape(arg.shape)
-                arg.copy_(left)
+                left = torch.frombuffer(bytearray(data), dtype=tensor.dtype)
+                tensor.copy_(left.reshape(tensor.shape))
 
     def fail(self, kernel):
         self.process.wait(10)
@@ -230,14 +232,42 @@ def test_what_a_relay_hands_on(warps, monkeypatch):
         same_relay(monkeypatch, route, topk, placement, rows)
 
 
+def same_chosen(chosen, num_topk):
+    """Experts alike; columns only where a token has an expert, and within the map elsewhere."""
+    (want, want_columns), (got, columns) = (m.chosen_experts(chosen, num_topk) for m in (cpu, cuda))
+    assert got.dtype == columns.dtype == torch.int64
+    assert torch.equal(got, want)
+    has_many = chosen.sum(1) > num_topk
+    for found in (columns, want_columns):
+        assert ((found >= 0) & (found < chosen.shape[1])).all()
+        is_expert = (got >= 0) & ~has_many[:, None]
+        assert torch.equal(found[is_expert], got[is_expert])
+    return got
+
+
+def test_experts_chosen_by_a_map(warps):
+    rng = np.random.default_rng(6)
+    for _ in range(NUM_CASES):
+        num_tokens, topk, num_experts, _ = random_shape(rng)
+        share = rng.choice([0.0, 0.5, 1.0, 2.0]) * topk / num_experts
+        chosen = torch.from_numpy(rng.random((num_tokens, num_experts)) < share)
+        got = same_chosen(chosen, topk)
+        for of_token, has in zip(got.tolist(), chosen, strict=True):
+            experts = has.nonzero()[:, 0].tolist()
+            if len(experts) > topk:
+                assert of_token[0] == num_experts
+            else:
+                assert of_token == experts + [-1] * (topk - len(experts))
+
+
 @pytest.mark.parametrize(("missing", "text"), [(0, None), (1, "heap-buffer-overflow")])
 def test_an_access_beyond_a_tensor_is_noticed(warps, missing, text):
     """Of the tests themselves: 9 tokens on expert 2 of 3, and a cell too few."""
     route = torch.full((9, 1), 2, dtype=torch.int16).view(torch.uint8)
     cells = torch.zeros(3 - missing, dtype=torch.int32)
     filled = torch.ones(16), torch.ones(16, dtype=torch.int32)
-    shape = np.int64(9), np.int32(1), np.int32(2), np.int32(3), np.int64(1), np.int64(16)
-    arguments = route, cells, *filled, *shape
+    numbers = 9, 1, 2, 3, 1, 16
+    arguments = (route, cells, *filled), "qiiiqq", *numbers
     if text is None:
         warps.launch("slot_counts", (), 1, (128, 1), *arguments)
         assert cells.tolist() == [0, 0, 9]

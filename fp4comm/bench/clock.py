@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from fp4comm.transport import Transport, lent
+from fp4comm.transport import Lent, Transport
 
 Result = TypeVar("Result")
 
@@ -64,5 +64,5 @@ def gather(
         timeout_s: for a late rank; None: the transport's.
     """
     row = np.asarray(values, np.int64)
-    with lent(transport, phase, transport.timeout_s if timeout_s is None else timeout_s):
+    with Lent(transport, phase, transport.timeout_s if timeout_s is None else timeout_s):
         return transport.exchange_counts(np.tile(row, (transport.num_ranks, 1)))

@@ -15,7 +15,7 @@ import torch
 from fp4comm.agreement import message_words
 from fp4comm.bench.clock import Stopwatch
 from fp4comm.bench.operations import current_device
-from fp4comm.transport import Transport, lent
+from fp4comm.transport import Lent, Transport
 
 TINY_BYTES = 64  # of a row that measures latency
 TARGET_S = 0.4  # that the larger of two exchanges should take: shaped links let bursts pass
@@ -41,7 +41,7 @@ class Meter:
         return float(np.median(self._samples_us(call, repeats).max(axis=0)))
 
     def _samples_us(self, call: Callable[[], object], repeats: int) -> np.ndarray:
-        with lent(self._transport, "calibration", self._transport.timeout_s):
+        with Lent(self._transport, "calibration", self._transport.timeout_s):
             return self._stopwatch.samples_us(call, repeats)
 
     def copy_gbs(self) -> float:

@@ -20,7 +20,7 @@ from fp4comm.bench.rows import Row, across_nodes, row_bytes, timing, traffic
 from fp4comm.bench.workload import Workload
 from fp4comm.formats import WireFormat
 from fp4comm.routing import Placement
-from fp4comm.transport import Transport, lent
+from fp4comm.transport import Lent, Transport
 
 BF16 = WireFormat("bf16")
 
@@ -88,7 +88,7 @@ class Plain:
         x, idx, _ = inputs
 
         def call() -> tuple[torch.Tensor, npt.NDArray[np.int64]]:
-            with lent(self._transport, "plain all-to-all", self._transport.timeout_s):
+            with Lent(self._transport, "plain all-to-all", self._transport.timeout_s):
                 return plain_dispatch(self._transport, self._placement, x, idx)
 
         (rows, self._recv_splits), took = self._stopwatch.time(call)

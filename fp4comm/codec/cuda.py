@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -99,7 +100,7 @@ COLUMN_SHAPES = {  # columns and rows of a thread, thread blocks a multiprocesso
     "mxfp4": (32, 4, 5),
 }
 DOT_WARPS = 4  # of a thread block of row_dots; a row each
-CHUNKS = object()  # stands for the argument that `_launch_rows` knows
+CHUNKS = object()  # stands for the number that `_launch_rows` knows
 
 
 def quantize_rows(
@@ -108,25 +109,22 @@ def quantize_rows(
     plan: RoutePlan | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantize each row once and write it to each of its wire rows.  See `cpu.quantize_rows`."""
-    codes, *x_scales = x if isinstance(x, tuple) else (x,)
+    codes, x_scales = x if isinstance(x, tuple) else (x, None)
     num_tokens, hidden = codes.shape
     device = codes.device
-    num_rows = num_tokens if plan is None else len(plan.places)
+    places = (None, None) if plan is None else (plan.place_offsets, plan.places)
+    num_rows = num_tokens if plan is None else plan.places.shape[0]
     payload, scales = empty_rows(num_rows, wire, hidden, device)
     _launch_rows(
         "quantize_rows",
         wire_options(wire, INPUT=INPUTS[codes.dtype], SCATTER=0 if plan is None else 1),
         (num_tokens, hidden),
-        codes,
-        x_scales[0] if x_scales else None,
-        None if plan is None else plan.place_offsets,
-        None if plan is None else plan.places,
-        payload,
-        scales,
-        np.int64(num_tokens),
-        np.int32(hidden),
+        (codes, x_scales, *places, payload, scales),
+        "qiii",
+        num_tokens,
+        hidden,
         CHUNKS,
-        np.int32(wire.scale_round),
+        wire.scale_round,
     )
     return payload, scales
 
@@ -164,6 +162,7 @@ def to_fp8_rows(
     out_scales = torch.empty(shape, dtype=torch.float32, device=device)
     row_stride, group_stride = (1, num_out) if by_column else (groups, 1)
     slot_rows, padding, num_slots, num_experts = _slots(layout)
+    sources = None if layout is None else layout.row_source
     others = num_experts * PADDING_BLOCKS
     if by_column and wire.name != "bf16":
         others += -(-num_out // SCALE_ROWS) * -(-groups // SCALE_GROUPS)
@@ -171,20 +170,15 @@ def to_fp8_rows(
         "to_fp8_rows",
         wire_options(wire, COLUMN_SCALES=int(by_column)),
         (num_rows, hidden, others),
-        payload,
-        scales,
-        slot_rows,
-        None if layout is None else layout.row_source,
-        *padding,
-        out,
-        out_scales,
-        np.int64(num_rows),
-        np.int32(num_slots),
-        np.int32(num_experts),
-        np.int32(hidden),
+        (payload, scales, slot_rows, sources, *padding, out, out_scales),
+        "qiiiiqq",
+        num_rows,
+        num_slots,
+        num_experts,
+        hidden,
         CHUNKS,
-        np.int64(row_stride),
-        np.int64(group_stride),
+        row_stride,
+        group_stride,
     )
     codes = out.view(torch.float8_e4m3fn)
     return codes, out_scales.t() if by_column else out_scales
@@ -207,16 +201,12 @@ def to_bf16_rows(
         "to_bf16_rows",
         wire_options(wire, WEIGHTED=0 if row_weights is None else 1),
         (num_rows, hidden, num_experts * PADDING_BLOCKS),
-        payload,
-        scales,
-        slot_rows,
-        *padding,
-        row_weights,
-        out,
-        np.int64(num_rows),
-        np.int32(num_slots),
-        np.int32(num_experts),
-        np.int32(hidden),
+        (payload, scales, slot_rows, *padding, row_weights, out),
+        "qiiii",
+        num_rows,
+        num_slots,
+        num_experts,
+        hidden,
         CHUNKS,
     )
     return out
@@ -232,11 +222,10 @@ def dequantize(
         "dequantize",
         wire_options(wire),
         (num_rows, hidden),
-        payload,
-        scales,
-        out,
-        np.int64(num_rows),
-        np.int32(hidden),
+        (payload, scales, out),
+        "qii",
+        num_rows,
+        hidden,
         CHUNKS,
     )
     return out
@@ -267,16 +256,11 @@ def to_fp8_columns(
         _column_options(wire),
         num_tiles * column_blocks,
         (COLUMN_LANES * TILE_ROWS // rows, 1),
-        payload,
-        scales,
-        sources,
-        tiles,
-        tiles[num_tiles + 1 :],
-        out,
-        out_scales,
-        np.int64(num_out),
-        np.int32(hidden),
-        np.uint32(num_tiles),
+        (payload, scales, sources, tiles, tiles[num_tiles + 1 :], out, out_scales),
+        "qiI",
+        num_out,
+        hidden,
+        num_tiles,
     )
     return out.view(torch.float8_e4m3fn), out_scales
 
@@ -297,13 +281,10 @@ def row_dots(
         wire_options(wire),
         -(-num_rows // DOT_WARPS),
         (32 * DOT_WARPS, 1),
-        payload,
-        scales,
-        expert_out,
-        layout.row_source,
-        out,
-        np.int64(num_rows),
-        np.int32(hidden),
+        (payload, scales, expert_out, layout.row_source, out),
+        "qi",
+        num_rows,
+        hidden,
     )
     return out
 
@@ -324,16 +305,13 @@ def weighted_reduce(
         "weighted_reduce",
         wire_options(wire),
         (num_rows, hidden),
-        expert_out,
-        layout.slot_rows,
-        weights,
-        payload,
-        scales,
-        np.int64(num_rows),
-        np.int32(num_slots),
-        np.int32(hidden),
+        (expert_out, layout.slot_rows, weights, payload, scales),
+        "qiiii",
+        num_rows,
+        num_slots,
+        hidden,
         CHUNKS,
-        np.int32(wire.scale_round),
+        wire.scale_round,
     )
     return payload, scales
 
@@ -354,13 +332,10 @@ def final_reduce(
         "final_reduce",
         wire_options(wire),
         (plan.num_tokens, hidden),
-        payload,
-        scales,
-        plan.place_offsets,
-        plan.places,
-        out,
-        np.int64(plan.num_tokens),
-        np.int32(hidden),
+        (payload, scales, plan.place_offsets, plan.places, out),
+        "qii",
+        plan.num_tokens,
+        hidden,
         CHUNKS,
     )
     return out
@@ -375,20 +350,17 @@ def relay_reduce(
         "relay_reduce",
         wire_options(wire),
         (plan.num_tokens, hidden),
-        payload,
-        scales,
-        plan.place_offsets,
-        plan.places,
-        out,
-        out_scales,
-        np.int64(plan.num_tokens),
-        np.int32(hidden),
+        (payload, scales, plan.place_offsets, plan.places, out, out_scales),
+        "qiii",
+        plan.num_tokens,
+        hidden,
         CHUNKS,
-        np.int32(wire.scale_round),
+        wire.scale_round,
     )
     return out, out_scales
 
 
+@functools.cache
 def wire_options(wire: WireFormat, **more: str | int) -> cuda_kernels.Options:
     """Options of a kernel's compiler: the wire format, and what else the kernel wants to know."""
     names = {"WIRE": f"WIRE_{wire.name.upper()}", "CLIPS": int(wire.scale_rule == "floor"), **more}
@@ -396,10 +368,15 @@ def wire_options(wire: WireFormat, **more: str | int) -> cuda_kernels.Options:
 
 
 @functools.cache
-def _shape(name: str, options: cuda_kernels.Options) -> Shape:
-    """The shape of a kernel compiled with these options."""
+def _shape(
+    name: str, options: cuda_kernels.Options, is_many: bool
+) -> tuple[Shape, cuda_kernels.Options]:
+    """The shape of a kernel compiled with these options, for many rows, and all its options."""
     fits = [key for key in SHAPES if key[0] == name and set(key[1:]) <= set(options)]
-    return SHAPES[max(fits, key=len)]
+    shape = SHAPES[max(fits, key=len)]
+    if is_many and shape.many is not None:
+        shape = shape.many
+    return shape, (*options, *shape.options())
 
 
 def variants() -> list[tuple[str, cuda_kernels.Options]]:
@@ -408,9 +385,8 @@ def variants() -> list[tuple[str, cuda_kernels.Options]]:
 
     def add(name: str, wire: WireFormat, **more: str | int) -> None:
         options = wire_options(wire, **more)
-        shape = _shape(name, options)
-        for one in (shape, shape.many or shape):
-            found[name, (*options, *one.options())] = None
+        for is_many in (False, True):
+            found[name, _shape(name, options, is_many)[1]] = None
 
     for wire_format in FORMATS.values():
         for rule in wire_format.scale_rules or (None,):
@@ -435,7 +411,12 @@ def _column_options(wire: WireFormat) -> cuda_kernels.Options:
 
 
 def _launch_rows(
-    name: str, options: cuda_kernels.Options, work: tuple[int, ...], *args: torch.Tensor | Any
+    name: str,
+    options: cuda_kernels.Options,
+    work: tuple[int, ...],
+    tensors: Sequence[torch.Tensor | None],
+    fields: str,
+    *numbers: Any,
 ) -> None:
     """Launch a kernel that works on rows in pieces.
 
@@ -443,16 +424,14 @@ def _launch_rows(
         name: of the kernel.
         options: of its compiler, without those of its `Shape`.
         work: rows, hidden, and how many thread blocks the kernel has for other than rows.
-        args: the kernel's; the first is a tensor.
+        tensors, fields, numbers: as `cuda_kernels.launch` takes them.
 
     Example: 7168 elements in pieces of 32 are 224 pieces: a thread block has 7 warps, one row.
     """
     num_rows, hidden, *others = work
     if num_rows == 0:
         return
-    shape = _shape(name, options)
-    if shape.many and num_rows * hidden >= MANY:
-        shape = shape.many
+    shape, options = _shape(name, options, num_rows * hidden >= MANY)
     num_pieces = hidden // shape.piece
     if shape.block_rows:
         lanes, rows = 32, shape.block_rows // shape.unroll
@@ -462,8 +441,8 @@ def _launch_rows(
         rows = max(1, shape.threads // lanes)
     chunks = -(-num_pieces // lanes)
     grid = -(-num_rows // (rows * shape.unroll)) * chunks + sum(others)
-    values = [np.int32(chunks) if arg is CHUNKS else arg for arg in args]
-    cuda_kernels.launch(name, (*options, *shape.options()), grid, (lanes, rows), *values)
+    values = [chunks if number is CHUNKS else number for number in numbers]
+    cuda_kernels.launch(name, options, grid, (lanes, rows), tensors, fields, *values)
 
 
 def _slots(
@@ -473,4 +452,4 @@ def _slots(
     if layout is None:
         return None, (None, None), 1, 0
     first, last = layout.padding
-    return layout.slot_rows, (first, last), layout.slot_rows.shape[1], len(first)
+    return layout.slot_rows, (first, last), layout.slot_rows.shape[1], len(layout.num_rows_list)

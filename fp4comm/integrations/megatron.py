@@ -17,9 +17,10 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 
-from fp4comm import agreement, autograd, check, experts
+from fp4comm import agreement, autograd, check, experts, routing
 from fp4comm.all_to_all import AllToAll
 from fp4comm.dispatched import Dispatched
 from fp4comm.integrations import _common
@@ -129,14 +130,10 @@ class TokenDispatcher(MoETokenDispatcher):
         Returns:
             ``[T, hidden]``, and the probabilities ``[T, K]``.
         """
-        num_experts, topk = routing_map.shape[1], self.config.moe_router_topk
-        self.hidden_shape, self.routing_map = hidden_states.shape, routing_map
-        # Distinct keys make the choice and its order the same in every run: by ascending expert.
-        device, dtype = routing_map.device, torch.int32
-        backwards = torch.arange(num_experts, 0, -1, device=device, dtype=dtype)
-        keys, idx = (routing_map * backwards).topk(topk, dim=1)
-        weights = probs.gather(1, idx)
-        self.topk_idx = idx.masked_fill(keys == 0, -1)
+        self.hidden_shape, self.routing_map = hidden_states.shape, routing_map.bool().contiguous()
+        topk = self.config.moe_router_topk
+        self.topk_idx, columns = routing.chosen_experts(self.routing_map, topk)
+        weights = probs.gather(1, columns)
         return hidden_states.reshape(-1, self.hidden_shape[-1]), weights
 
     def token_dispatch(
@@ -149,7 +146,9 @@ class TokenDispatcher(MoETokenDispatcher):
                 a token has more experts than the config says.
         """
         check_more = functools.partial(self._check, hidden_states, probs)
-        pending = self.a2a._dispatch(hidden_states, self.topk_idx, probs, check_more)
+        pending = self.a2a._dispatch(
+            hidden_states, self.topk_idx, probs, check_more, explained=self._explained
+        )
         self.dispatched: Dispatched | None = pending.wait()
         return self.dispatched.rows, self.dispatched.row_weights
 
@@ -164,9 +163,8 @@ class TokenDispatcher(MoETokenDispatcher):
         d = self.dispatched
         assert d is not None
         rows: Any = {"bf16": hidden_states, "fp8": (d.rows, d.scales), "packed": (self.a2a, d)}
-        alignment = self.a2a.expert_alignment
-        counts = [-(-n // alignment) * alignment for n in d.num_rows_list]
-        return rows[self.a2a.arrive], torch.tensor(counts, dtype=torch.int64), probs
+        counts = np.diff(d.handle.layout.expert_offsets_array)
+        return rows[self.a2a.arrive], torch.from_numpy(counts), probs
 
     def combine_preprocess(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Return the experts' outputs as they are."""
@@ -191,12 +189,17 @@ class TokenDispatcher(MoETokenDispatcher):
         """Check what AllToAll does not, for all ranks to raise together."""
         arrive = self.a2a.arrive
         autograd.check_inputs("bf16" if arrive == "packed" else arrive, hidden_states, probs)
-        topk, num_chosen = self.config.moe_router_topk, self.routing_map.sum(1)
-        if len(num_chosen) and (most := int(num_chosen.max())) > topk:
-            raise ValueError(
-                f"routing_map: expected at most moe_router_topk = {topk} experts a token, got"
-                f" {most}"
-            )
+
+    def _explained(self, failure: Exception) -> Exception:
+        """Name the token's mistake where an index is none: so `chosen_experts` marks it."""
+        if not isinstance(failure, ValueError) or not self.routing_map.numel():
+            return failure
+        topk, most = self.config.moe_router_topk, int(self.routing_map.sum(1).max())
+        if most <= topk:
+            return failure
+        return ValueError(
+            f"routing_map: expected at most moe_router_topk = {topk} experts a token, got {most}"
+        )
 
 
 class SwiGLUExperts(MegatronModule):

@@ -27,7 +27,7 @@ from fp4comm.formats import WireFormat
 from fp4comm.integrations._common import transport_of
 from fp4comm.outgoing import autocast, check_device
 from fp4comm.packed import PackedRows
-from fp4comm.transport import Transport, lent, stopping_peers
+from fp4comm.transport import Lent, StoppingPeers, Transport
 from fp4comm.transport._arguments import as_splits
 
 NAME = "all_to_all_rows"
@@ -114,9 +114,9 @@ def all_to_all_rows(
         sent = move.quantized(source, there)
     except Exception as error:
         failure, splits = error, Splits.none(transport.num_ranks)
-    with lent(transport, f"{NAME} counts", timeout_s if failure is None else transport.timeout_s):
+    with Lent(transport, f"{NAME} counts", timeout_s if failure is None else transport.timeout_s):
         compare(transport, mine, splits, failure)
-    with stopping_peers(transport, NAME):
+    with StoppingPeers(transport, NAME):
         y = move.exchanged(sent, there, splits, NAME, move.label)
     if not inputs.wanted:
         return y
@@ -223,7 +223,7 @@ class Move:
         """Exchange them and convert what came."""
 
         def phase(part: str, label: str = "") -> contextlib.AbstractContextManager[None]:
-            return lent(self.transport, f"{name} {part}", self.timeout_s, label)
+            return Lent(self.transport, f"{name} {part}", self.timeout_s, label)
 
         exchange = hops.Exchange(self.transport, phase, label)
         payload, scales = exchange(sent, splits.send, splits.recv)
@@ -250,7 +250,7 @@ class AllToAllRows(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> autograd.Gradients:
         """Send the gradients back."""
-        with torch.no_grad(), stopping_peers(ctx.transport, f"{NAME} backward"):
+        with torch.no_grad(), StoppingPeers(ctx.transport, f"{NAME} backward"):
             _ = ctx.saved_tensors
             gradient = ctx.of_gradient(gradients[0]).to(ctx.dtype)
         return *autograd.differentiable_once(gradient), None, None, None

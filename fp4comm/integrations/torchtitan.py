@@ -117,7 +117,8 @@ class TokenDispatcher(BaseEPTokenDispatcher):
                 " that arrive have no SPMD type)"
             )
         d = self.a2a.dispatch(x_TD, topk_expert_ids_TK, topk_scores_TK)
-        return d.rows, d.expert_offsets.diff(), d.handle
+        is_padded = self.config.expert_alignment > 1
+        return d.rows, d.expert_offsets.diff() if is_padded else d.num_rows, d.handle
 
     def combine(
         self,

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from fp4comm.check import MAX_INT32
 from fp4comm.formats import TILE_ROWS
 
 NO_EXPERT = -1
@@ -82,7 +83,7 @@ class RoutePlan:
     @property
     def num_rows(self) -> int:
         """Wire rows that this rank sends."""
-        return len(self.places)
+        return self.places.shape[0]
 
     @property
     def counts(self) -> np.ndarray:
@@ -120,8 +121,6 @@ class ExpertLayout:
         expert_offsets: the same, a tensor.
         padding: ``[2, local experts]`` int64, first padding row of each expert and the row behind
             its last.
-        tiles: ``[2 * tiles + 1]`` int64: first row of each tile of `tile_table`, M, then live rows
-            of each tile.
         slot_rows: ``[n, K]`` int32, expert row of each slot of each wire row, or -1.
         weights: ``[n, K]`` float32, or None where the call had none.
         row_weights: ``[M]`` float32, the weight of each expert row; 0 in padding.
@@ -133,7 +132,6 @@ class ExpertLayout:
     expert_offsets_array: np.ndarray
     expert_offsets: torch.Tensor
     padding: torch.Tensor
-    tiles: torch.Tensor
     slot_rows: torch.Tensor
     weights: torch.Tensor | None
     row_weights: torch.Tensor
@@ -143,6 +141,12 @@ class ExpertLayout:
     def num_expert_rows(self) -> int:
         """Expert rows with padding: M."""
         return int(self.expert_offsets_array[-1])
+
+    @functools.cached_property
+    def tiles(self) -> torch.Tensor:
+        """The table of `tile_table`, for whoever makes FP8 columns."""
+        table = tile_table(np.array(self.num_rows_list, np.int64), self.expert_offsets_array)
+        return upload(self.slot_rows.device, table)[0]
 
 
 def plan(
@@ -177,6 +181,23 @@ def count(topk_idx: torch.Tensor, placement: Placement) -> np.ndarray:
         ValueError: an index beyond -1..num_experts - 1.
     """
     return _of(topk_idx.device).count(topk_idx, placement)
+
+
+def chosen_experts(chosen: torch.Tensor, num_topk: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Turn a map of each token's experts into their numbers.  Waits for nothing on a GPU.
+
+    Args:
+        chosen: ``[T, num_experts]`` bool, contiguous.
+        num_topk: K.
+
+    Returns:
+        experts ``[T, K]`` int64 by ascending expert, -1 behind the last; a token with more than K
+        has num_experts in its first slot, which `plan` refuses; and columns ``[T, K]`` int64, the
+        same with some column of the map where there is no expert.
+
+    Example: ``[[0, 1, 0, 1], [0, 0, 1, 0]]`` with K = 2 gives ``[[1, 3], [2, -1]]``.
+    """
+    return _of(chosen.device).chosen_experts(chosen, num_topk)
 
 
 def relay(
@@ -225,7 +246,7 @@ def expert_layout(
     slot_rows ``[[4, 0], [5, -1], [1, -1]]``; expert 1 starts at row 4.
     """
     offsets = expert_offsets(num_rows, alignment)
-    if offsets[-1] > np.iinfo(np.int32).max:
+    if offsets[-1] > MAX_INT32:
         raise ValueError(
             "expert_alignment: expected fewer than 2**31 expert rows with padding, got"
             f" {offsets[-1]}"
@@ -233,8 +254,7 @@ def expert_layout(
     ends = np.cumsum(num_rows)
     shifts = offsets[:-1] - (ends - num_rows)  # from a live row's number to its expert row
     padding = np.concatenate([offsets[:-1] + num_rows, offsets[1:]])
-    tables = shifts, num_rows, offsets, padding, tile_table(num_rows, offsets)
-    shifts, *uploaded = upload(route.device, *tables)
+    shifts, *uploaded = upload(route.device, shifts, num_rows, offsets, padding)
     filled = _of(route.device).fill_layout(route, num_topk, shifts, int(offsets[-1]))
     return ExpertLayout(
         num_rows_list=num_rows.tolist(),
@@ -242,7 +262,6 @@ def expert_layout(
         expert_offsets_array=offsets,
         expert_offsets=uploaded[1],
         padding=uploaded[2].view(2, -1),
-        tiles=uploaded[3],
         **filled,
     )
 
@@ -268,12 +287,12 @@ def tile_table(num_rows: np.ndarray, offsets: np.ndarray) -> np.ndarray:
     return np.concatenate([starts, offsets[-1:], np.minimum(ends - starts, TILE_ROWS)])
 
 
-def upload(device: torch.device, *tables: np.ndarray) -> list[torch.Tensor]:
+def upload(device: torch.device, *tables: np.ndarray) -> tuple[torch.Tensor, ...]:
     """Put int64 tables on the device, in one copy that the host does not wait for."""
     sizes = [len(table) for table in tables]
     whole = torch.empty(sum(sizes), dtype=torch.int64, pin_memory=device.type == "cuda")
     np.concatenate(tables, out=whole.numpy())
-    return list(whole.to(device, non_blocking=True).split(sizes))
+    return torch.split_with_sizes(whole.to(device, non_blocking=True), sizes)
 
 
 def route_slot_bytes(weights: bool) -> int:
@@ -283,4 +302,9 @@ def route_slot_bytes(weights: bool) -> int:
 
 def _of(device: torch.device) -> Any:
     """The implementation for a device."""
-    return importlib.import_module(f"fp4comm.routing.{device.type}")
+    return _load(device.type)
+
+
+@functools.cache
+def _load(name: str) -> Any:
+    return importlib.import_module(f"fp4comm.routing.{name}")

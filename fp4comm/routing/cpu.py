@@ -64,6 +64,18 @@ def plan(
     )
 
 
+def chosen_experts(chosen: torch.Tensor, num_topk: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Turn a map into numbers.  See `routing.chosen_experts`."""
+    num_experts = chosen.shape[1]
+    backwards = torch.arange(num_experts, 0, -1, dtype=torch.int32)  # keys: no two are the same
+    keys, columns = (chosen * backwards).topk(min(num_topk, num_experts), dim=1)
+    missing = num_topk - columns.shape[1]
+    keys, columns = (torch.nn.functional.pad(part, (0, missing)) for part in (keys, columns))
+    experts = columns.masked_fill(keys == 0, NO_EXPERT)
+    experts[chosen.sum(1) > num_topk, 0] = num_experts
+    return experts, columns
+
+
 def count(topk_idx: torch.Tensor, placement: Placement) -> np.ndarray:
     """Count wire rows and expert rows.  See `routing.count`."""
     check.expert_range(topk_idx, placement.num_experts)

@@ -5,6 +5,7 @@ What the kernels take stands in their files.  Launches go to torch's current str
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,7 @@ def plan(
     topk_idx: torch.Tensor, topk_weights: torch.Tensor | None, placement: Placement
 ) -> RoutePlan:
     """Plan the wire rows.  See `routing.plan`."""
-    num_tokens = len(topk_idx)
+    num_tokens = topk_idx.shape[0]
     counted, words = _count(topk_idx, placement)
     copied = Copy(words)
     begins = torch.cumsum(counted, 0, dtype=torch.int32)
@@ -47,6 +48,16 @@ def count(topk_idx: torch.Tensor, placement: Placement) -> np.ndarray:
     """Count wire rows and expert rows.  See `routing.count`."""
     _, words = _count(topk_idx, placement)
     return _counts(Copy(words), topk_idx, placement)
+
+
+def chosen_experts(chosen: torch.Tensor, num_topk: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Turn a map into numbers.  See `routing.chosen_experts`."""
+    num_tokens, num_experts = chosen.shape
+    shape = 2, num_tokens, num_topk
+    experts, columns = torch.empty(shape, dtype=torch.int64, device=chosen.device)
+    tensors, numbers = (chosen, experts, columns), (num_tokens, num_topk, num_experts)
+    _launch("chosen_experts", (), num_tokens, tensors, "qii", *numbers)
+    return experts, columns
 
 
 def relay(
@@ -77,16 +88,16 @@ def _count(topk_idx: torch.Tensor, placement: Placement) -> tuple[torch.Tensor, 
         Their running sum is where the rows of each token begin in places and, past all of them,
         those of each cell; and the words of the numbers that `_counts` reads.
     """
-    num_tokens = len(topk_idx)
+    num_tokens = topk_idx.shape[0]
     num_ranks, most = placement.num_ranks, placement.most_local_experts
     num_chunks = -(-num_tokens // CHUNK_TOKENS)
     num_numbers, num_cells = 1 + num_ranks + num_ranks * most, num_ranks * num_chunks
     sizes = [2 * num_numbers, 1 + num_tokens + num_cells]
     zeros = torch.zeros(sum(sizes), dtype=torch.int32, device=topk_idx.device)
     words, counted = zeros.split(sizes)
-    counts = words, counted[1 + num_tokens :], counted[1 : 1 + num_tokens]
-    options, shape = INDICES[topk_idx.dtype], _shape(topk_idx, placement)
-    _launch("route_counts", options, num_chunks, topk_idx, *counts, *shape)
+    tensors = topk_idx, words, counted[1 + num_tokens :], counted[1 : 1 + num_tokens]
+    numbers = _numbers(topk_idx, placement)
+    _launch("route_counts", INDICES[topk_idx.dtype], num_chunks, tensors, "qiiiq", *numbers)
     return counted, words
 
 
@@ -111,24 +122,21 @@ def _route_rows(
     row_tokens: torch.Tensor | None,
 ) -> torch.Tensor:
     """Fill the tables that depend on where rows begin, and return the route stream."""
-    options, num_topk = INDICES[topk_idx.dtype], topk_idx.shape[1]
+    num_rows, (num_tokens, num_topk) = places.shape[0], topk_idx.shape
     route_bytes = num_topk * route_slot_bytes(topk_weights is not None)
-    shape = len(places), route_bytes
-    route = torch.empty(shape, dtype=torch.uint8, device=topk_idx.device)
-    tables = cells, place_offsets, places, row_tokens, route
-    numbers = *_shape(topk_idx, placement), np.int32(len(places))
-    num_chunks = -(-len(topk_idx) // CHUNK_TOKENS)
-    _launch("route_rows", options, num_chunks, topk_idx, topk_weights, *tables, *numbers)
+    route = torch.empty((num_rows, route_bytes), dtype=torch.uint8, device=topk_idx.device)
+    tensors = topk_idx, topk_weights, cells, place_offsets, places, row_tokens, route
+    options, num_chunks = INDICES[topk_idx.dtype], -(-num_tokens // CHUNK_TOKENS)
+    numbers = *_numbers(topk_idx, placement), num_rows
+    _launch("route_rows", options, num_chunks, tensors, "qiiiqi", *numbers)
     return route
 
 
-def _shape(topk_idx: torch.Tensor, placement: Placement) -> tuple[Any, ...]:
+def _numbers(topk_idx: torch.Tensor, placement: Placement) -> tuple[int, ...]:
+    """What both kernels are told: T, K, experts, ranks, chunks."""
     num_tokens, num_topk = topk_idx.shape
-    return (
-        np.int64(num_tokens),
-        *map(np.int32, (num_topk, placement.num_experts, placement.num_ranks)),
-        np.int64(-(-num_tokens // CHUNK_TOKENS)),
-    )
+    num_chunks = -(-num_tokens // CHUNK_TOKENS)
+    return num_tokens, num_topk, placement.num_experts, placement.num_ranks, num_chunks
 
 
 def fill_layout(
@@ -144,16 +152,12 @@ def fill_layout(
     weights = torch.empty(slots.shape, dtype=torch.float32, device=device) if has_weights else None
     row_weights = torch.empty(num_expert_rows, dtype=torch.float32, device=device)
     row_source = torch.empty(num_expert_rows, dtype=torch.int32, device=device)
-    shape = (
-        np.int64(num_rows),
-        *map(np.int32, (num_topk, route_bytes, num_experts)),
-        np.int64(num_chunks),
-        np.int64(num_expert_rows),
-    )
-    _launch("slot_counts", (), num_chunks, route, cells[1:], row_weights, row_source, *shape)
+    numbers = num_rows, num_topk, route_bytes, num_experts, num_chunks, num_expert_rows
+    filled = row_weights, row_source
+    _launch("slot_counts", (), num_chunks, (route, cells[1:], *filled), "qiiiqq", *numbers)
     cells = torch.cumsum(cells, 0, dtype=torch.int32)
-    outputs = slots, weights, row_weights, row_source
-    _launch("slot_rows", (), num_chunks, route, cells, shifts, *outputs, *shape)
+    tensors = route, cells, shifts, slots, weights, *filled
+    _launch("slot_rows", (), num_chunks, tensors, "qiiiqq", *numbers)
     return {
         "slot_rows": slots,
         "weights": weights,
@@ -178,9 +182,16 @@ class Copy:
         return self._host.clone()
 
 
-def _launch(name: str, options: tuple[str, ...], num_chunks: int, *args: Any) -> None:
-    grid = -(-num_chunks // WARPS)
-    cuda_kernels.launch(name, options, grid, (32 * WARPS, 1), *args)
+def _launch(
+    name: str,
+    options: tuple[str, ...],
+    num_warps: int,
+    tensors: Sequence[torch.Tensor | None],
+    fields: str,
+    *numbers: int,
+) -> None:
+    grid = -(-num_warps // WARPS)
+    cuda_kernels.launch(name, options, grid, (32 * WARPS, 1), tensors, fields, *numbers)
 
 
 def variants() -> list[tuple[str, cuda_kernels.Options]]:
@@ -188,4 +199,4 @@ def variants() -> list[tuple[str, cuda_kernels.Options]]:
     counted = [
         (name, index) for name in ("route_counts", "route_rows") for index in INDICES.values()
     ]
-    return [*counted, ("slot_counts", ()), ("slot_rows", ())]
+    return [*counted, *((name, ()) for name in ("slot_counts", "slot_rows", "chosen_experts"))]

@@ -9,8 +9,7 @@ need.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -25,10 +24,10 @@ __all__ = [
     "Transport",
     "Work",
     "available",
-    "lent",
+    "Lent",
     "open",
     "run_local",
-    "stopping_peers",
+    "StoppingPeers",
 ]
 
 NAMES = ("local", "mpi", "nccl", "torch")
@@ -190,25 +189,41 @@ def open(  # shadows the built-in, which this module does not use
     return LocalTransport(World(1), 0, timeout_s)
 
 
-@contextlib.contextmanager
-def lent(transport: Transport, phase: str, timeout_s: float, label: str = "") -> Iterator[None]:
+class Lent:
     """Lend the transport a phase, a time limit and a label."""
-    before = transport.phase, transport.timeout_s, transport.label
-    transport.phase, transport.timeout_s, transport.label = phase, timeout_s, label
-    try:
-        yield
-    finally:
-        transport.phase, transport.timeout_s, transport.label = before
+
+    def __init__(self, transport: Transport, phase: str, timeout_s: float, label: str = "") -> None:
+        """Note what to lend."""
+        self._transport = transport
+        self._lent = phase, timeout_s, label
+
+    def __enter__(self) -> None:
+        """Lend it."""
+        t = self._transport
+        self._before = t.phase, t.timeout_s, t.label
+        t.phase, t.timeout_s, t.label = self._lent
+
+    def __exit__(self, *_: object) -> None:
+        """Take it back."""
+        t = self._transport
+        t.phase, t.timeout_s, t.label = self._before
 
 
-@contextlib.contextmanager
-def stopping_peers(transport: Transport, operation: str) -> Iterator[None]:
+class StoppingPeers:
     """If this rank fails where the others cannot know, tell them."""
-    try:
-        yield
-    except BaseException as error:
-        transport.abort(f"{operation}: {type(error).__name__}: {error}")
-        raise
+
+    def __init__(self, transport: Transport, operation: str) -> None:
+        """Note what it fails in."""
+        self._transport = transport
+        self._operation = operation
+
+    def __enter__(self) -> None:
+        """Begin."""
+
+    def __exit__(self, kind: type | None, error: BaseException | None, _: object) -> None:
+        """Tell them."""
+        if kind is not None:
+            self._transport.abort(f"{self._operation}: {kind.__name__}: {error}")
 
 
 def available() -> dict[str, str | None]:
