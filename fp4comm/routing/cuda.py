@@ -171,10 +171,10 @@ class Copy:
 
     def __init__(self, tensor: torch.Tensor) -> None:
         """Begin to copy."""
-        with torch.cuda.device(tensor.device):
-            self._host = tensor.to("cpu", non_blocking=True)  # into pinned memory
-            self._done = torch.cuda.Event()
-            self._done.record()
+        self._host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        self._host.copy_(tensor, non_blocking=True)
+        self._done = torch.cuda.Event()
+        self._done.record(torch.cuda.current_stream(tensor.device))
 
     def wait(self) -> torch.Tensor:
         """Wait for it, and for nothing queued later; return memory that is the caller's."""

@@ -1,11 +1,11 @@
 """Ranks that are MPI processes: one Issend a peer and stream, received as the messages arrive.
 
-Rows travel as counts of a row datatype, so that a message may pass 2 and 4 GiB, where counts of
-bytes end.  A message is matched first (Improbe) and received only if its size is the expected one:
-Open MPI 5.0.11 writes past the end of a posted receive when the message is larger and comes through
-its single-copy path.  Sends are synchronous, so that the sender of a message which is refused hears
-of it in the same call.  The tag carries the number of the call, so that a message which nobody
-expected cannot be taken for one of a later call.
+Rows of a large message travel as counts of a row datatype, so that it may pass 2 and 4 GiB, where
+counts of bytes end.  A message is matched first (Improbe) and received only if its size is the
+expected one: Open MPI 5.0.11 writes past the end of a posted receive when the message is larger and
+comes through its single-copy path.  Sends are synchronous, so that the sender of a message which is
+refused hears of it in the same call.  The tag carries the number of the call, so that a message
+which nobody expected cannot be taken for one of a later call.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ import zlib
 from dataclasses import dataclass, field
 from typing import Any
 
+from fp4comm.check import MAX_INT32
+from fp4comm.transport._arguments import Rows
 from fp4comm.transport._base import (
     ENDED,
     MAX_TOLD_BYTES,
@@ -69,10 +71,10 @@ class Flight:
 
     call: Call
     tag: int
-    row_types: list[Any]
     missing: dict[int, list[int]]  # source -> streams whose message has not come, in order
     requests: list[Any] = field(default_factory=list)
     peers: list[int] = field(default_factory=list)  # of each request
+    row_types: list[Any] = field(default_factory=list)  # to be freed
 
 
 class MpiTransport(BaseTransport):
@@ -85,6 +87,7 @@ class MpiTransport(BaseTransport):
         self._mpi = import_mpi(self.name)
         comm = self._checked_comm(comm)
         super().__init__(comm.Get_rank(), comm.Get_size(), timeout_s)
+        self._status = self._mpi.Status()  # of the message that was matched last
         self._early: list[Message] = []  # of calls that peers have begun before us
         self._kept: list[Any] = []  # requests and buffers that MPI may still use
         self._unfinished = False  # a call failed with messages under way
@@ -135,10 +138,6 @@ class MpiTransport(BaseTransport):
         flight = Flight(
             call,
             tag=TAG_LABELS * number + _tag_of_label(call.shape),
-            row_types=[
-                self._mpi.BYTE.Create_contiguous(row_bytes).Commit()
-                for row_bytes in call.shape.row_bytes
-            ],
             missing={peer: list(call.streams) for peer in call.sources if call.streams},
         )
         try:
@@ -160,10 +159,16 @@ class MpiTransport(BaseTransport):
         call = flight.call
         for peer in call.targets:
             for stream in call.streams:
-                rows = call.send_rows(stream, peer)
-                spec = [rows, len(rows), flight.row_types[stream]]
+                spec = self._buffer(flight, call.send_rows(stream, peer))
                 flight.requests.append(self._comm.Issend(spec, peer, flight.tag))
                 flight.peers.append(peer)
+
+    def _buffer(self, flight: Flight, rows: Rows) -> list[Any]:
+        """Describe rows as mpi4py takes them."""
+        if rows.nbytes <= MAX_INT32:
+            return [rows, rows.nbytes, self._mpi.BYTE]
+        flight.row_types.append(self._mpi.BYTE.Create_contiguous(rows.shape[1]).Commit())
+        return [rows, len(rows), flight.row_types[-1]]
 
     def _receive(self, flight: Flight) -> None:
         """Take messages until all have come and all requests are done."""
@@ -188,8 +193,7 @@ class MpiTransport(BaseTransport):
                 os.sched_yield()
 
     def _next_message(self, tag: int | None = None) -> Message | None:
-        mpi = self._mpi
-        status = mpi.Status()
+        mpi, status = self._mpi, self._status
         tag = mpi.ANY_TAG if tag is None else tag
         message = self._comm.Improbe(mpi.ANY_SOURCE, tag, status)
         if message is None:
@@ -215,7 +219,7 @@ class MpiTransport(BaseTransport):
         del flight.missing[source][0]
         if not flight.missing[source]:
             del flight.missing[source]
-        flight.requests.append(message.message.Irecv([rows, len(rows), flight.row_types[stream]]))
+        flight.requests.append(message.message.Irecv(self._buffer(flight, rows)))
         flight.peers.append(source)
 
     def _keep_for_later(self, flight: Flight, message: Message) -> None:

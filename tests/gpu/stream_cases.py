@@ -6,6 +6,7 @@ in `BREAKING`.  Used on threads by test_streams.py and with NCCL by rank_program
 
 import contextlib
 import dataclasses
+import gc
 
 import torch
 from on_device import DEVICE, busy, on_host, side_stream, synchronize, to
@@ -287,17 +288,21 @@ def case_ins_18_arrays_of_other_libraries(t):
 # CUDA graphs
 
 
-def refused(call, graph):
-    """Call within a capture and return the error's text; the capture ends in an orderly way."""
-    raised = None
+def captured(call):
+    """Call within a capture, which ends in an orderly way.
+
+    Returns:
+        the graph; what the call returned, or None; and the text of its error, or None.
+    """
+    gc.collect()  # a graph that is collected within a capture breaks it
+    graph, result, told = torch.cuda.CUDAGraph(), None, None
     with torch.cuda.graph(graph):
         torch.zeros(1, device=DEVICE)  # so that the graph is not empty
         try:
-            call()
+            result = call()
         except RuntimeError as error:
-            raised = error
-    assert raised is not None, "nothing was raised"
-    return str(raised)
+            told = str(error)
+    return graph, result, told
 
 
 def case_str_14_capture_names_the_host_read(t):
@@ -308,7 +313,7 @@ def case_str_14_capture_names_the_host_read(t):
     if not ON_GPU:
         return
     for _ in range(2):
-        text = refused(lambda: bench.a2a.dispatch(*bench.args), torch.cuda.CUDAGraph())
+        _, _, text = captured(lambda: bench.a2a.dispatch(*bench.args))
         assert "captur" in text, text
         assert "host" in text, text
         bench.check(*bench.round())
@@ -321,19 +326,13 @@ def case_str_17_capture_of_combine(t):
     synchronize()
     if not ON_GPU:
         return
-    graph, captured, raised = torch.cuda.CUDAGraph(), [], None
-    with torch.cuda.graph(graph):
-        torch.zeros(1, device=DEVICE)
-        try:
-            captured.append(bench.a2a.combine(bench.out, d.handle))
-        except RuntimeError as error:
-            raised = error
-    if raised is not None:
-        assert "captur" in str(raised), raised
+    graph, y, text = captured(lambda: bench.a2a.combine(bench.out, d.handle))
+    if text is not None:
+        assert "captur" in text, text
         return
-    captured[0].zero_()
+    y.zero_()
     graph.replay()
-    bench.check(d, captured[0])
+    bench.check(d, y)
 
 
 BREAKING = ("str_17_capture_of_combine",)  # refusals there stop the peers
