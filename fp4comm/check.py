@@ -93,7 +93,7 @@ def as_tensor(name: str, value: Any) -> torch.Tensor:
     if isinstance(value, torch.Tensor):
         if value.layout != torch.strided:
             raise TypeError(f"{name}: expected a dense tensor, got a {value.layout} one")
-        return value.resolve_conj().resolve_neg()
+        return value.resolve_conj().resolve_neg() if value.is_conj() or value.is_neg() else value
     if hasattr(value, "__dlpack__"):
         try:
             return torch.from_dlpack(value)
@@ -129,7 +129,7 @@ def rows(
             f"{name}: expected {_names(supported)}{otherwise}, got {_name(tensor.dtype)}"
         )
     _row_shape(name, tensor, hidden_size)
-    return tensor.detach().contiguous()
+    return _plain(tensor)
 
 
 def rows_or_pair(
@@ -176,7 +176,13 @@ def _fp8_pair(
         raise ValueError(
             f"{name} scales: expected on {codes.device} as the codes, got {scales.device}"
         )
-    return codes.detach().contiguous(), scales.detach().contiguous()
+    return _plain(codes), _plain(scales)
+
+
+def _plain(tensor: torch.Tensor) -> torch.Tensor:
+    """Take it out of its graph, and make it contiguous; each only if need be."""
+    tensor = tensor.detach() if tensor.requires_grad else tensor
+    return tensor if tensor.is_contiguous() else tensor.contiguous()
 
 
 def _row_shape(name: str, tensor: torch.Tensor, hidden_size: int | None) -> None:
@@ -203,7 +209,7 @@ def topk_idx(value: Any, num_tokens: int, device: torch.device) -> torch.Tensor:
         )
     if idx.device != device:
         raise ValueError(f"topk_idx: expected on {device} as x, got {idx.device}")
-    return idx.detach().contiguous()
+    return _plain(idx)
 
 
 def expert_range(idx: torch.Tensor, num_experts: int) -> None:
@@ -238,7 +244,7 @@ def topk_weights(value: Any, idx: torch.Tensor) -> torch.Tensor:
         )
     if weights.device != idx.device:
         raise ValueError(f"topk_weights: expected on {idx.device} as x, got {weights.device}")
-    return weights.detach().to(torch.float32).contiguous()
+    return _plain(weights).to(torch.float32)
 
 
 def expert_out(
@@ -260,7 +266,7 @@ def expert_out(
         )
     if out.device != device:
         raise ValueError(f"{name}: expected on {device} as x of dispatch, got {out.device}")
-    return out.detach().contiguous()
+    return _plain(out)
 
 
 def out(name: str, value: Any, shape: tuple[int, int], device: torch.device) -> None:

@@ -45,7 +45,7 @@ class Placement:
 
     def num_local_experts(self, rank: int) -> int:
         """How many they are."""
-        return len(self.experts(rank))
+        return self.num_experts // self.num_ranks + (rank < self.num_experts % self.num_ranks)
 
     @functools.cached_property
     def owners(self) -> np.ndarray:
