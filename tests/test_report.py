@@ -14,8 +14,8 @@ from fp4comm.report import charts, compare, page, results
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-SHAPES = ("8_ranks_128", "8_ranks", "2_nodes")
-H200 = [RESULTS / f"dispatch_h200_{shape}.json" for shape in SHAPES]
+NAMES = ("decode_h200_8_ranks", "dispatch_h200_8_ranks", "dispatch_h200_2_nodes")
+H200 = [RESULTS / f"{name}.json" for name in NAMES]
 DEMO = RESULTS / "demo_4_ranks.json"
 VOID = {"meta", "link", "br", "hr", "img", "input"}
 
@@ -80,7 +80,7 @@ def bench_file(tmp_path_factory):
 
 
 def test_every_row_and_number_is_on_the_page_and_in_the_json(tmp_path, bench_file):
-    files = [H200[0], DEMO, bench_file]
+    files = [H200[1], DEMO, bench_file]
     told = passed("report", *files, "--html", tmp_path / "o.html", "--json", tmp_path / "o.json")
     found = Page(tmp_path / "o.html")
     cells, numbers = set(found.cells), set(found.numbers)
@@ -181,7 +181,7 @@ def changed(file, to, **changes):
 def test_series_are_results_that_differ_in_one_number_alone(tmp_path):
     read, _ = results.read(H200)
     (tokens,) = compare.series(read, "tokens")
-    assert tokens.positions == [128, 4096]  # not the one on two nodes
+    assert tokens.positions == [1, 8, 32, 128, 4096]  # not the one on two nodes
     assert compare.series(read, "skew") == []
     skewed = changed(H200[1], tmp_path / "skewed.json", arguments={"skew": "1.5"})
     read, _ = results.read([skewed, H200[1]])

@@ -532,7 +532,7 @@ def test_every_pair_meets_once():
 def test_calibrate_writes_a_topology_that_plan_takes(tmp_path, monkeypatch):
     monkeypatch.setattr(meter, "TARGET_S", 0.002)
     monkeypatch.setattr(meter, "PAIR_TARGET_S", 0.002)
-    monkeypatch.setattr(meter, "COPY_BYTES", 1 << 20)
+    monkeypatch.setattr(meter, "COPY_BYTES", {"cpu": 1 << 20})
     monkeypatch.setattr(kernels, "TOKENS", {"cpu": (8, 64)})
     monkeypatch.setattr(meter, "REPEATS", 1)
     monkeypatch.setattr(kernels, "REPEATS", 1)

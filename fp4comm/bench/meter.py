@@ -22,7 +22,7 @@ TARGET_S = 0.4  # that the larger of two exchanges should take: shaped links let
 PAIR_TARGET_S = 0.05  # the same for pairs, of which there are many
 STEP = 4  # between their sizes
 FIRST_BYTES, MOST_BYTES = 1 << 18, 1 << 26  # of a rank in one exchange
-COPY_BYTES = 1 << 26
+COPY_BYTES = {"cpu": 1 << 26, "cuda": 1 << 30}  # so many that beginning and waiting take no part
 REPEATS = 5
 TINY_REPEATS = 21
 
@@ -49,8 +49,9 @@ class Meter:
 
         New, since calls return new memory, and a CPU's system takes its time to give it.
         """
-        source = torch.ones(COPY_BYTES, dtype=torch.uint8, device=self._device)
-        return 2 * COPY_BYTES / self.slowest_us(source.clone, REPEATS) / 1e3
+        num_bytes = COPY_BYTES[self._device.type]
+        source = torch.ones(num_bytes, dtype=torch.uint8, device=self._device)
+        return 2 * num_bytes / self.slowest_us(source.clone, REPEATS) / 1e3
 
     def counts_us(self) -> float:
         """Time of the exchange of counts in us."""

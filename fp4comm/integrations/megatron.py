@@ -1,8 +1,8 @@
 """Megatron-Core: `use` makes the MoE layers of a model send their tokens through fp4comm.
 
-Run with megatron-core 0.16.1.  The routing probabilities travel with the rows, and experts apply
-them, as Megatron's do; gradients of both go back.  Experts of any kind get BF16 rows;
-`SwiGLUExperts` multiply what the wire rows stand for, in FP8 on a Hopper GPU.
+Run with megatron-core 0.16.1, on CPU ranks and on two H200.  The routing probabilities travel with
+the rows, and experts apply them, as Megatron's do; gradients of both go back.  Experts of any kind
+get BF16 rows; `SwiGLUExperts` multiply what the wire rows stand for, in FP8 on a Hopper GPU.
 
 Refused when `use` is called: expert tensor parallelism, padding to capacity, shared experts and
 expert-parallel communication that overlap with other work, CUDA graphs of an MoE layer, and

@@ -2,11 +2,12 @@
 
     --override.imports fp4comm.integrations.torchtitan.dispatcher
 
-Run with torchtitan 0.3.0.  Rows arrive in BF16, for any experts; gradients go back to the tokens
-and to the routing scores, which combine applies.  It wants expert parallelism and eager execution:
-no "model" in ``compile.components``, no CUDA graphs, and no SPMD type checks.  Tensor and context
-parallelism of what surrounds the experts, FSDP, pipelines and activation checkpointing, which
-makes the exchanges again where it recomputes them, need nothing of the dispatcher.
+Run with torchtitan 0.3.0, on CPU ranks and on two H200.  Rows arrive in BF16, for any experts;
+gradients go back to the tokens and to the routing scores, which combine applies.  It wants expert
+parallelism and eager execution: no "model" in ``compile.components``, no CUDA graphs, and no SPMD
+type checks.  Tensor and context parallelism of what surrounds the experts, FSDP, pipelines and
+activation checkpointing, which makes the exchanges again where it recomputes them, need nothing of
+the dispatcher.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ each MoE layer tokens go to the ranks of their experts, which is collective, for
 
 Run with transformers 5.24.0 and 5.20.2, torch 2.13.0 and gloo on CPU ranks: Mixtral, Qwen3-MoE,
 DeepSeek-V3, gpt-oss (biases, transposed weights, a gate of its own), and experts without a gate
-(Nemotron-H).
+(Nemotron-H); Mixtral's experts on two H200 too.
 """
 
 from __future__ import annotations
