@@ -4,7 +4,8 @@ chosen_experts: a map of the experts of each token -> their numbers.
   chosen   [num_tokens, num_experts]  u8   not 0 where the token has the expert
   experts  [num_tokens, K]  i64            by ascending expert, -1 behind the last; num_experts,
                                            which is none, in the first slot of a token with more
-  columns  [num_tokens, K]  i64            the same, but 0 where there is no expert
+  columns  [num_tokens, K]  i64            the same with 0 for none, and the first K of a token
+                                           with more
 
 A warp takes a token.
 

@@ -6,7 +6,7 @@ topk_idx -> plan -> quantize -> exchange -> arrive -> experts -> reduce -> excha
 
 from __future__ import annotations
 
-import functools
+import contextlib
 import random
 import zlib
 from collections.abc import Callable, Sequence
@@ -184,8 +184,8 @@ class AllToAll(Caller):
         and 6 (2 without weights) of route a slot.  Source: OCP MX v1.0 for the formats.
         """
         if handle is None:
-            of_gradients = functools.partial(autograd.check_inputs, self.arrive, x, topk_weights)
-            pending = self._dispatch(x, topk_idx, topk_weights, of_gradients, async_op=async_op)
+            checks = autograd.checked_inputs(self.arrive, x, topk_weights)
+            pending = self._dispatch(x, topk_idx, topk_weights, checks, async_op=async_op)
         else:
             pending = self._dispatch_again(x, topk_idx, topk_weights, handle, async_op)
         return pending if async_op else pending.wait()
@@ -356,9 +356,8 @@ class AllToAll(Caller):
         x: Any,
         topk_idx: Any,
         topk_weights: Any,
-        check_more: Callable[[], None],
+        checks: contextlib.AbstractContextManager[None],
         *,
-        explained: Callable[[Exception], Exception] = lambda failure: failure,
         arrive: str | None = None,
         async_op: bool = False,
     ) -> Pending[Dispatched]:
@@ -366,15 +365,14 @@ class AllToAll(Caller):
 
         Args:
             x, topk_idx, topk_weights, async_op: as for `dispatch`.
-            check_more: checks on this rank; what it raises is raised on all, as our own checks' is.
-            explained: gives what is raised for a failure of either.
+            checks: entered before our own on this rank and left behind them; what it raises is
+                raised on all ranks, as what they raise is.
             arrive: another arrival than the object's.
 
         Raises:
             as `dispatch`.
         """
-        rows, draft, sent, failure = self._prepare(x, topk_idx, topk_weights, check_more)
-        failure = failure and explained(failure)
+        rows, draft, sent, failure = self._prepare(x, topk_idx, topk_weights, checks)
         with self._phase("dispatch", "counts"):
             inputs = autograd.Inputs.of(x, topk_weights)
             mine = self._fingerprint(agreement.DISPATCH, failure, rows, draft, topk_weights, inputs)
@@ -410,13 +408,12 @@ class AllToAll(Caller):
         x: Any,
         topk_idx: Any,
         topk_weights: Any,
-        check_more: Callable[[], None],
+        checks: contextlib.AbstractContextManager[None],
     ) -> tuple[check.Rows | None, hops.Draft | None, hops.Rows, Exception | None]:
         """Check, plan and quantize; a mistake is returned, for all ranks to raise together."""
         try:
-            with self._phase("dispatch", "plan"):
+            with self._phase("dispatch", "plan"), checks:
                 self._check_open()
-                check_more()
                 rows = self._rows(x)
                 codes = check.codes(rows)
                 idx = check.topk_idx(topk_idx, len(codes), codes.device)

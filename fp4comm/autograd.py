@@ -9,7 +9,9 @@ of the calls are: all ranks differentiate, in the same order.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -42,6 +44,13 @@ def check_inputs(arrive: str, x: Any, topk_weights: Any = None) -> None:
             check.no_gradient("topk_weights", topk_weights, reason=reason)
     elif isinstance(x, (tuple, list)):
         check.no_gradient("x", *parts, reason="an FP8 pair is not differentiable")
+
+
+@contextlib.contextmanager
+def checked_inputs(arrive: str, x: Any, topk_weights: Any) -> Iterator[None]:
+    """Check them on entry, see `check_inputs`."""
+    check_inputs(arrive, x, topk_weights)
+    yield
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

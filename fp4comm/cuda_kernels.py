@@ -32,6 +32,7 @@ OPTIONS = ("-std=c++17", "-ftz=false", "-fmad=false", "-prec-div=true", "-prec-s
 
 Options = tuple[str, ...]  # of the compiler, beside our own
 
+_struct = functools.cache(struct.Struct)
 _lock = threading.Lock()
 _loaded: dict[tuple[int, str, Options], Kernel] = {}
 atexit.register(_loaded.clear)  # modules cannot be unloaded any more when CuPy is gone
@@ -117,11 +118,8 @@ def launch(
         values.append(address)
     device = tensors[0].device.index
     stream = torch._C._cuda_getCurrentRawStream(device)  # a tenth of torch.cuda.current_stream
-    layout = _layout("P" * len(values) + fields)
-    kernel(name, device, options).launch(grid, block, layout, (*values, *numbers), stream)
-
-
-_layout = functools.cache(struct.Struct)
+    form = _struct("P" * len(values) + fields)
+    kernel(name, device, options).launch(grid, block, form, (*values, *numbers), stream)
 
 
 class Kernel:
@@ -143,7 +141,7 @@ class Kernel:
         self,
         grid: int,
         block: tuple[int, int],
-        layout: struct.Struct,
+        form: struct.Struct,
         values: tuple[int, ...],
         stream: int,
     ) -> None:
@@ -154,13 +152,13 @@ class Kernel:
         Args:
             grid: thread blocks.
             block: threads of each, along x and y.
-            layout: types of the arguments, as the kernel declares them.
+            form: types of the arguments, as the kernel declares them.
             values: the arguments.
             stream: its pointer.
         """
         packed = _packed
-        packed.size.value = layout.size
-        layout.pack_into(packed.args, 0, *values)
+        packed.size.value = form.size
+        form.pack_into(packed.args, 0, *values)
         before = self._runtime.getDevice()
         self._runtime.setDevice(self._device)  # a new thread has no context before
         try:

@@ -11,7 +11,9 @@ that combine keeps nothing.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -79,12 +81,14 @@ def swiglu(
         1.25
     """
 
-    def check_more() -> None:
+    @contextlib.contextmanager
+    def checks() -> Iterator[None]:
         autograd.check_inputs("bf16", x, topk_weights)
         _check_weights(a2a, gate_up, down, x)
         check.one_of("cache", cache, CACHES)
+        yield
 
-    d = a2a._dispatch(x, topk_idx, topk_weights, check_more, arrive="packed").wait()
+    d = a2a._dispatch(x, topk_idx, topk_weights, checks(), arrive="packed").wait()
     return a2a.combine(apply(a2a, d, gate_up, down, cache=cache), d.handle, weighted=False)
 
 

@@ -13,8 +13,7 @@ quantization becomes ``expert_alignment``.
 from __future__ import annotations
 
 import contextlib
-import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -145,10 +144,8 @@ class TokenDispatcher(MoETokenDispatcher):
             ValueError, TypeError, RuntimeError: on all ranks alike, as `AllToAll.dispatch`, or if
                 a token has more experts than the config says.
         """
-        check_more = functools.partial(self._check, hidden_states, probs)
-        pending = self.a2a._dispatch(
-            hidden_states, self.topk_idx, probs, check_more, explained=self._explained
-        )
+        checks = self._checked(hidden_states, probs)
+        pending = self.a2a._dispatch(hidden_states, self.topk_idx, probs, checks)
         self.dispatched: Dispatched | None = pending.wait()
         return self.dispatched.rows, self.dispatched.row_weights
 
@@ -185,21 +182,26 @@ class TokenDispatcher(MoETokenDispatcher):
         """Return them in the shape that came in."""
         return hidden_states.view(self.hidden_shape)
 
-    def _check(self, hidden_states: torch.Tensor, probs: torch.Tensor) -> None:
+    @contextlib.contextmanager
+    def _checked(self, hidden_states: torch.Tensor, probs: torch.Tensor) -> Iterator[None]:
         """Check what AllToAll does not, for all ranks to raise together."""
-        arrive = self.a2a.arrive
+        arrive, num_experts = self.a2a.arrive, self.routing_map.shape[1]
         autograd.check_inputs("bf16" if arrive == "packed" else arrive, hidden_states, probs)
-
-    def _explained(self, failure: Exception) -> Exception:
-        """Name the token's mistake where an index is none: so `chosen_experts` marks it."""
-        if not isinstance(failure, ValueError) or not self.routing_map.numel():
-            return failure
-        topk, most = self.config.moe_router_topk, int(self.routing_map.sum(1).max())
-        if most <= topk:
-            return failure
-        return ValueError(
-            f"routing_map: expected at most moe_router_topk = {topk} experts a token, got {most}"
-        )
+        if num_experts != self.a2a.num_experts:
+            raise ValueError(
+                f"routing_map: expected {self.a2a.num_experts} columns, one an expert, got"
+                f" {num_experts}"
+            )
+        try:
+            yield
+        except ValueError as error:  # the index of a token with too many is no expert
+            topk, num_chosen = self.config.moe_router_topk, self.routing_map.sum(1)
+            if len(num_chosen) and (most := int(num_chosen.max())) > topk:
+                raise ValueError(
+                    f"routing_map: expected at most moe_router_topk = {topk} experts a token, got"
+                    f" {most}"
+                ) from error
+            raise
 
 
 class SwiGLUExperts(MegatronModule):

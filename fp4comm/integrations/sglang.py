@@ -21,6 +21,8 @@ overlap of two batches (TBO) or within one (SBO), and no packed UE8M0 scales (Bl
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -132,11 +134,13 @@ class Dispatcher(BaseDispatcher):
         """
         idx, weights = topk_output.topk_ids, topk_output.topk_weights
 
-        def check_more() -> None:
+        @contextlib.contextmanager
+        def checks() -> Iterator[None]:
             autograd.check_inputs("packed", hidden_states, weights)
             self._rows_arrive_as_fp8()
+            yield
 
-        d = self._a2a._dispatch(hidden_states, idx, weights, check_more).wait()
+        d = self._a2a._dispatch(hidden_states, idx, weights, checks()).wait()
         self._handle = d.handle
         packed = d.packed
         quantized = self._rows_arrive_as_fp8()

@@ -119,7 +119,8 @@ class TokenDispatcher(BaseEPTokenDispatcher):
             )
         d = self.a2a.dispatch(x_TD, topk_expert_ids_TK, topk_scores_TK)
         is_padded = self.config.expert_alignment > 1
-        return d.rows, d.expert_offsets.diff() if is_padded else d.num_rows, d.handle
+        counts = d.expert_offsets.diff() if is_padded else d.num_rows.clone()
+        return d.rows, counts, d.handle
 
     def combine(
         self,

@@ -24,10 +24,11 @@ Eager only: the host reads the counts, so that a CUDA graph cannot hold it.  No 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -203,7 +204,8 @@ class PrepareAndFinalize(FusedMoEPrepareAndFinalizeModular):
         if apply_router_weight_on_input:
             a1 = a1 * topk_weights[:, :1].to(a1.dtype)
 
-        def check_more() -> None:
+        @contextlib.contextmanager
+        def checks() -> Iterator[None]:
             autograd.check_inputs("packed", a1, topk_weights)
             if not defer_input_quant:
                 _check_quant_config(quant_config, self._a2a.hidden)
@@ -213,8 +215,9 @@ class PrepareAndFinalize(FusedMoEPrepareAndFinalizeModular):
                     "apply_router_weight_on_input: expected with one expert a token, got"
                     f" {topk_ids.shape[1]}"
                 )
+            yield
 
-        pending = self._a2a._dispatch(a1, topk_ids, topk_weights, check_more, async_op=True)
+        pending = self._a2a._dispatch(a1, topk_ids, topk_weights, checks(), async_op=True)
 
         def receive() -> mk.PrepareResultType:
             d = pending.wait()

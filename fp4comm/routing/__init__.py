@@ -45,7 +45,7 @@ class Placement:
 
     def num_local_experts(self, rank: int) -> int:
         """How many they are."""
-        return self.num_experts // self.num_ranks + (rank < self.num_experts % self.num_ranks)
+        return len(self.experts(rank))
 
     @functools.cached_property
     def owners(self) -> np.ndarray:
@@ -121,6 +121,8 @@ class ExpertLayout:
         expert_offsets: the same, a tensor.
         padding: ``[2, local experts]`` int64, first padding row of each expert and the row behind
             its last.
+        tiles: ``[2 * tiles + 1]`` int64: first row of each tile of `tile_table`, M, then live rows
+            of each tile.
         slot_rows: ``[n, K]`` int32, expert row of each slot of each wire row, or -1.
         weights: ``[n, K]`` float32, or None where the call had none.
         row_weights: ``[M]`` float32, the weight of each expert row; 0 in padding.
@@ -132,6 +134,7 @@ class ExpertLayout:
     expert_offsets_array: np.ndarray
     expert_offsets: torch.Tensor
     padding: torch.Tensor
+    tiles: torch.Tensor
     slot_rows: torch.Tensor
     weights: torch.Tensor | None
     row_weights: torch.Tensor
@@ -141,12 +144,6 @@ class ExpertLayout:
     def num_expert_rows(self) -> int:
         """Expert rows with padding: M."""
         return int(self.expert_offsets_array[-1])
-
-    @functools.cached_property
-    def tiles(self) -> torch.Tensor:
-        """The table of `tile_table`, for whoever makes FP8 columns."""
-        table = tile_table(np.array(self.num_rows_list, np.int64), self.expert_offsets_array)
-        return upload(self.slot_rows.device, table)[0]
 
 
 def plan(
@@ -193,7 +190,7 @@ def chosen_experts(chosen: torch.Tensor, num_topk: int) -> tuple[torch.Tensor, t
     Returns:
         experts ``[T, K]`` int64 by ascending expert, -1 behind the last; a token with more than K
         has num_experts in its first slot, which `plan` refuses; and columns ``[T, K]`` int64, the
-        same with some column of the map where there is no expert.
+        same with 0 for none, and the first K of a token with more.
 
     Example: ``[[0, 1, 0, 1], [0, 0, 1, 0]]`` with K = 2 gives ``[[1, 3], [2, -1]]``.
     """
@@ -251,10 +248,11 @@ def expert_layout(
             "expert_alignment: expected fewer than 2**31 expert rows with padding, got"
             f" {offsets[-1]}"
         )
-    ends = np.cumsum(num_rows)
+    ends = num_rows.cumsum()
     shifts = offsets[:-1] - (ends - num_rows)  # from a live row's number to its expert row
     padding = np.concatenate([offsets[:-1] + num_rows, offsets[1:]])
-    shifts, *uploaded = upload(route.device, shifts, num_rows, offsets, padding)
+    tables = shifts, num_rows, offsets, padding, tile_table(num_rows, offsets)
+    shifts, *uploaded = upload(route.device, *tables)
     filled = _of(route.device).fill_layout(route, num_topk, shifts, int(offsets[-1]))
     return ExpertLayout(
         num_rows_list=num_rows.tolist(),
@@ -262,6 +260,7 @@ def expert_layout(
         expert_offsets_array=offsets,
         expert_offsets=uploaded[1],
         padding=uploaded[2].view(2, -1),
+        tiles=uploaded[3],
         **filled,
     )
 
@@ -269,7 +268,7 @@ def expert_layout(
 def expert_offsets(num_rows: np.ndarray, alignment: int) -> np.ndarray:
     """Start of each expert's segment, a multiple of alignment: ``[local experts + 1]`` int64."""
     offsets = np.zeros(len(num_rows) + 1, np.int64)
-    np.cumsum(-(-num_rows // alignment) * alignment, out=offsets[1:])
+    (-(-num_rows // alignment) * alignment).cumsum(out=offsets[1:])
     return offsets
 
 
@@ -280,11 +279,11 @@ def tile_table(num_rows: np.ndarray, offsets: np.ndarray) -> np.ndarray:
         int64: first expert row of each tile, the end of the last one, then live rows of each tile.
     """
     tiles = -(-num_rows // TILE_ROWS)
-    in_front = np.cumsum(tiles) - tiles
-    starts = np.repeat(offsets[:-1] - in_front * TILE_ROWS, tiles)
-    starts += np.arange(len(starts)) * TILE_ROWS
-    ends = np.repeat(offsets[:-1] + num_rows, tiles)
-    return np.concatenate([starts, offsets[-1:], np.minimum(ends - starts, TILE_ROWS)])
+    in_front = tiles.cumsum() - tiles
+    starts = (offsets[:-1] - in_front * TILE_ROWS).repeat(tiles)
+    starts += np.arange(0, len(starts) * TILE_ROWS, TILE_ROWS)
+    live = (offsets[:-1] + num_rows).repeat(tiles) - starts
+    return np.concatenate([starts, offsets[-1:], np.minimum(live, TILE_ROWS)])
 
 
 def upload(device: torch.device, *tables: np.ndarray) -> tuple[torch.Tensor, ...]:

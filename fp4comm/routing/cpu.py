@@ -71,7 +71,8 @@ def chosen_experts(chosen: torch.Tensor, num_topk: int) -> tuple[torch.Tensor, t
     keys, columns = (chosen * backwards).topk(min(num_topk, num_experts), dim=1)
     missing = num_topk - columns.shape[1]
     keys, columns = (torch.nn.functional.pad(part, (0, missing)) for part in (keys, columns))
-    experts = columns.masked_fill(keys == 0, NO_EXPERT)
+    is_none = keys == 0
+    experts, columns = (columns.masked_fill(is_none, filler) for filler in (NO_EXPERT, 0))
     experts[chosen.sum(1) > num_topk, 0] = num_experts
     return experts, columns
 

@@ -21,13 +21,13 @@ from fp4comm.transport.local import LocalTransport, World, run_local
 
 __all__ = [
     "NAMES",
+    "Lent",
+    "StoppingPeers",
     "Transport",
     "Work",
     "available",
-    "Lent",
     "open",
     "run_local",
-    "StoppingPeers",
 ]
 
 NAMES = ("local", "mpi", "nccl", "torch")
@@ -190,7 +190,7 @@ def open(  # shadows the built-in, which this module does not use
 
 
 class Lent:
-    """Lend the transport a phase, a time limit and a label."""
+    """A context, for one use, in which the transport has a phase, a time limit and a label."""
 
     def __init__(self, transport: Transport, phase: str, timeout_s: float, label: str = "") -> None:
         """Note what to lend."""
@@ -210,7 +210,7 @@ class Lent:
 
 
 class StoppingPeers:
-    """If this rank fails where the others cannot know, tell them."""
+    """A context in which a failure of this rank is told to the others, who cannot know of it."""
 
     def __init__(self, transport: Transport, operation: str) -> None:
         """Note what it fails in."""
