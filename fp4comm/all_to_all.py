@@ -168,7 +168,8 @@ class AllToAll(Caller):
             handle: of an earlier dispatch, instead of the two: same routing and weights again,
                 without plan and counts; the weights are detached.
             async_op: do not make the current stream wait for the exchange: ``Pending.wait()``
-                does.  On the CPU the exchange is over when this returns.
+                does.  On the CPU the exchange is over when this returns.  Inputs whose gradient is
+                wanted may not be changed in place before ``wait()``.
 
         Returns:
             `Dispatched`; with async_op a `Pending`, whose ``wait()`` returns it.
@@ -251,7 +252,9 @@ class AllToAll(Caller):
             def of_y(y: torch.Tensor) -> torch.Tensor:
                 if differentiated is None:
                     return y
-                return autograd.of_combine(self, y, differentiated, handle, weighted, name)
+                with self._stopping_peers("combine"):
+                    kept = differentiated.unchanged()
+                return autograd.of_combine(self, y, kept, handle, weighted, name)
 
             pending = self._send_back([*sent], handle, label, async_op, of_y)
         return pending if async_op else pending.wait()
@@ -399,7 +402,8 @@ class AllToAll(Caller):
                 of_all = self._transport, self.num_experts, self.hidden, self.precision
                 handle = Handle(layout, plan, way, *of_all, alignment, device, name)
                 d = self._arrive(wire_rows, handle, arrive or self.arrive)
-            return autograd.of_dispatch(self, d, inputs, name) if inputs.wanted else d
+                tensors = inputs.unchanged()
+            return autograd.of_dispatch(self, d, tensors, name) if inputs.wanted else d
 
         return Pending(exchange.work, [*received, *way.tables], finish)
 
@@ -510,7 +514,8 @@ class AllToAll(Caller):
         def finish() -> Dispatched:
             with self._stopping_peers("dispatch"), self._phase("dispatch", "arrive"):
                 d = self._arrive(received, handle.detached(), self.arrive)
-            return autograd.of_dispatch(self, d, inputs, name) if inputs.wanted else d
+                tensors = inputs.unchanged()
+            return autograd.of_dispatch(self, d, tensors, name) if inputs.wanted else d
 
         tables = handle.layout.slot_rows, handle.layout.padding, *way.tables
         return Pending(exchange.work, [*received, *tables], finish)

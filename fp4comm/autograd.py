@@ -54,16 +54,58 @@ def checked_inputs(arrive: str, x: Any, topk_weights: Any) -> Iterator[None]:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
+class Noted:
+    """A tensor that a gradient goes to, with what it was when a call got it.
+
+    A call that is over at `Pending.wait` differentiates there.
+    """
+
+    name: str
+    tensor: torch.Tensor
+    history: tuple[Any, ...]
+
+    @staticmethod
+    def of(name: str, tensor: torch.Tensor, *, saved: bool = False) -> Noted:
+        """Note it; with saved its values too, which backward will read."""
+        return Noted(name, tensor, _history(tensor, saved))
+
+    def unchanged(self) -> torch.Tensor:
+        """Return it.
+
+        Raises:
+            RuntimeError: it was changed since: its gradient would go another way, or be of values
+                that nobody sent.
+        """
+        if _history(self.tensor, len(self.history) > 2) != self.history:
+            raise RuntimeError(
+                f"{self.name}: expected unchanged until wait(), since its gradient is wanted, got"
+                " one that was changed in place"
+            )
+        return self.tensor
+
+
+def _history(tensor: torch.Tensor, saved: bool) -> tuple[Any, ...]:
+    history = tensor.requires_grad, tensor.grad_fn
+    return (*history, tensor._version) if saved else history
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
 class Inputs:
     """Inputs of a dispatch that want a gradient; None for one that does not."""
 
-    x: torch.Tensor | None = None
-    topk_weights: torch.Tensor | None = None
+    x: Noted | None = None
+    topk_weights: Noted | None = None
 
     @staticmethod
     def of(x: Any, topk_weights: Any = None) -> Inputs:
         """Keep those that do."""
-        return Inputs(*(t if check.wants_gradient(t) else None for t in (x, topk_weights)))
+        named = ("x", x), ("topk_weights", topk_weights)
+        return Inputs(*(Noted.of(n, t) if check.wants_gradient(t) else None for n, t in named))
+
+    def unchanged(self) -> list[torch.Tensor | None]:
+        """Return them; see `Noted`."""
+        noted = self.x, self.topk_weights
+        return [None if one is None else one.unchanged() for one in noted]
 
     @property
     def wanted(self) -> int:
@@ -76,7 +118,7 @@ NONE = Inputs()
 
 def combine_input(
     expert_out: Any, rows: torch.Tensor, handle: Handle, weighted: bool
-) -> torch.Tensor | None:
+) -> Noted | None:
     """Return the expert outputs that combine is to be differentiated with, or None if it is not.
 
     A rank that no rows came to takes part as soon as its dispatch does: its experts may have made
@@ -88,11 +130,15 @@ def combine_input(
     without_rows = handle._anchor is not None and not any(handle.layout.num_rows_list)
     if not (check.wants_gradient(expert_out) or through_weights or without_rows):
         return None
-    check.no_inference("expert_out", rows)
-    return expert_out if isinstance(expert_out, torch.Tensor) else rows
+    if not isinstance(expert_out, torch.Tensor):  # changes of foreign memory would not be noticed
+        expert_out = rows.clone() if through_weights else rows
+    check.no_inference("expert_out", expert_out)
+    return Noted.of("expert_out", expert_out, saved=through_weights)
 
 
-def of_dispatch(caller: Caller, d: Dispatched, inputs: Inputs, name: str) -> Dispatched:
+def of_dispatch(
+    caller: Caller, d: Dispatched, tensors: list[torch.Tensor | None], name: str
+) -> Dispatched:
     """Make what a dispatch returned differentiable; rows that stay packed get a stand-in.
 
     That has their shape and no memory: gradients come in by it, and nobody reads it.  A checkpoint
@@ -104,7 +150,6 @@ def of_dispatch(caller: Caller, d: Dispatched, inputs: Inputs, name: str) -> Dis
         rows = torch.empty((), dtype=torch.bfloat16, device=d.packed.payload.device).expand(shape)
     handle = dataclasses.replace(d.handle, _name=name)
     with torch.enable_grad():
-        tensors = inputs.x, inputs.topk_weights
         rows, row_weights, anchor = Dispatch.apply(*tensors, caller, handle, [rows.data])
         kept = row_weights if row_weights.requires_grad else None
         return dataclasses.replace(
@@ -184,7 +229,7 @@ class Dispatch(torch.autograd.Function):
                         shape = layout.num_expert_rows, hidden
                         rows = torch.zeros(shape, dtype=torch.bfloat16, device=device)
                     sent += implementation.weighted_reduce(
-                        rows.contiguous(), layout, wire, weighted=False
+                        rows.resolve_neg().contiguous(), layout, wire, weighted=False
                     )
                 if weights_want:
                     sent.append(_slot_gradients(row_weights, layout).view(torch.uint8))
@@ -232,7 +277,7 @@ class Combine(torch.autograd.Function):
             saved = ctx.saved_tensors  # before the exchange, for a checkpoint recomputes here
             _keep_for_this_stream(plan, layout, way)
             with caller._phase(operation, "quantize"):
-                dy = gradients[0].contiguous()
+                dy = gradients[0].resolve_neg().contiguous()
                 sent = [*implementation.quantize_rows(dy, wire, plan)]
             received = way.forth(sent, caller._exchange(operation, f"backward of {ctx.name}"))
             rows = *received, wire, handle._hidden
@@ -241,7 +286,8 @@ class Combine(torch.autograd.Function):
                     weights = _row_weights(layout) if ctx.weighted else None
                     grad_out = implementation.to_bf16_rows(*rows, layout, weights)
                 if ctx.needs_input_grad[1]:
-                    grad_weights = implementation.row_dots(*rows, saved[0].contiguous(), layout)
+                    expert_out = saved[0].resolve_neg().contiguous()
+                    grad_weights = implementation.row_dots(*rows, expert_out, layout)
         return *differentiable_once(grad_out, grad_weights), None, None, None, None, None, None
 
 

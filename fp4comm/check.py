@@ -95,6 +95,9 @@ def as_tensor(name: str, value: Any) -> torch.Tensor:
             raise TypeError(f"{name}: expected a dense tensor, got a {value.layout} one")
         return value.resolve_conj().resolve_neg() if value.is_conj() or value.is_neg() else value
     if hasattr(value, "__dlpack__"):
+        strides = getattr(value, "strides", None)
+        if isinstance(strides, tuple) and any(stride < 0 for stride in strides):
+            value = value.copy()  # torch would end the process
         try:
             return torch.from_dlpack(value)
         except (BufferError, RuntimeError, TypeError) as error:

@@ -217,6 +217,20 @@ def test_arrays_of_other_libraries_come_in_through_dlpack():
     assert got.num_rows_list == want.num_rows_list == [1, 2, 1, 1]
 
 
+def test_arrays_that_run_backwards_come_in_as_copies():
+    """torch.from_dlpack ends the process at a negative stride."""
+    scores = np.random.default_rng(3).random((5, 4))
+    idx = np.argsort(scores, axis=1)[:, ::-1][:, :2]
+    a2a, x = one_rank(), torch.randn(5, 32).bfloat16()
+    got = a2a.dispatch(x, idx, scores[:, ::-1][:, :2])
+    want = a2a.dispatch(x, idx.copy(), scores[:, ::-1][:, :2].copy())
+    assert got.num_rows_list == want.num_rows_list
+    assert torch.equal(got.row_weights, want.row_weights)
+    rows = np.ones((2, 64), np.float32) * [[1], [2]]
+    backwards = quantize(rows.astype(np.float32)[::-1])
+    assert backwards.to_float32()[:, 0].tolist() == [2, 1]
+
+
 def test_autocast_casts_x():
     x = torch.randn(2, 32)
     a2a = one_rank()

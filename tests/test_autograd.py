@@ -23,6 +23,7 @@ from gradients import (
     model,
     round_trip,
 )
+from rounds import Foreign
 from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
@@ -475,6 +476,75 @@ def test_rows_and_row_weights_may_be_changed_in_place():
     assert weights.grad.item() == 96
 
 
+CHANGES = {
+    "x.mul_": lambda x, weights: x.mul_(2),
+    "topk_weights.mul_": lambda x, weights: weights.mul_(2),
+    "x.detach_": lambda x, weights: x.detach_(),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_inputs_that_are_changed_before_the_rows_have_come_are_refused(name):
+    """Their gradients would go another way than what was sent came; peers are told."""
+    case = Case("changed")
+
+    def on_rank(t):
+        layer, (x, idx, weights, _) = make(t, case), inputs(case, t.rank)
+        x, weights = (leaf.requires_grad_() * 1 for leaf in (x, weights))
+        pending = layer.dispatch(x, idx, weights, async_op=True)
+        with refused(f"{name.split('.')[0]}: expected unchanged until wait(), since"):
+            if t.rank == 0:
+                CHANGES[name](x, weights)
+            d = pending.wait()
+            layer.combine(d.rows, d.handle)  # rank 1 hears of it here at the latest
+
+    transport.run_local(2, on_rank, timeout_s=30)
+
+
+def test_a_leaf_that_an_optimizer_steps_before_the_rows_have_come_has_its_gradient():
+    a2a, x = one_rank(), ones()
+    pending = a2a.dispatch(x, torch.tensor([[1]]), async_op=True)
+    with torch.no_grad():
+        x.zero_()
+    d = pending.wait()
+    a2a.combine(d.rows * 3, d.handle).sum().backward()
+    assert (d.rows == 1).all()
+    assert (x.grad == 3).all()
+
+
+@pytest.mark.parametrize("saved", [False, True])
+def test_expert_outputs_that_are_changed_before_the_sums_have_come_are_refused(saved):
+    """Saved for the weights' gradient: their values too."""
+    a2a, weights = one_rank(), torch.tensor([[0.5]], requires_grad=saved)
+    d = a2a.dispatch(ones(), torch.tensor([[1]]), weights)
+    out = d.rows * 2
+    pending = a2a.combine(out, d.handle, async_op=True)
+    with torch.set_grad_enabled(not saved):
+        out.mul_(3)
+    with refused("expert_out: expected unchanged until wait(), since its gradient is wanted"):
+        pending.wait()
+
+
+def test_expert_outputs_of_another_library_are_kept_as_they_were():
+    a2a, weights = one_rank(), torch.tensor([[0.5]], requires_grad=True)
+    d = a2a.dispatch(ones().detach(), torch.tensor([[1]]), weights)
+    out = torch.full((1, 32), 2.0).bfloat16()
+    y = a2a.combine(Foreign(out), d.handle)
+    out.zero_()
+    y.sum().backward()
+    assert weights.grad.item() == 64
+
+
+def test_negative_views_of_gradients_and_expert_outputs_are_right():
+    a2a, x, weights = one_rank(), ones(), torch.tensor([[0.5]], requires_grad=True)
+    d = a2a.dispatch(x, torch.tensor([[1]]), weights)
+    y = a2a.combine(torch._neg_view(d.rows * 2), d.handle)
+    y.backward(torch._neg_view(torch.ones_like(y)))
+    assert (y == -1).all()
+    assert (x.grad == 1).all()
+    assert weights.grad.item() == 64
+
+
 def test_row_weights_that_were_changed_later_do_not_change_the_gradient():
     a2a, out = one_rank(), ones()
     d = a2a.dispatch(ones().detach(), torch.tensor([[1]]), torch.tensor([[0.5]]))
@@ -661,6 +731,16 @@ def test_what_inference_mode_made_is_refused_before_its_peers_wait():
             layer.dispatch(ones(), handle=handle)
 
     transport.run_local(2, on_rank, timeout_s=30)
+
+
+@pytest.mark.parametrize("step", [1, 2], ids=["contiguous", "strided"])
+def test_expert_outputs_of_inference_mode_are_refused_where_weights_want_a_gradient(step):
+    a2a, weights = one_rank(), torch.tensor([[0.5]], requires_grad=True)
+    d = a2a.dispatch(ones().detach(), torch.tensor([[1]]), weights)
+    with torch.inference_mode():
+        out = torch.ones(1, 32 * step).bfloat16()[:, ::step]
+    with refused("expert_out: expected one made outside of torch.inference_mode()"):
+        a2a.combine(out, d.handle)
 
 
 def test_gradients_do_not_depend_on_the_number_of_threads():

@@ -215,7 +215,7 @@ class Move:
 
     def quantized(self, rows: torch.Tensor, wire: WireFormat) -> hops.Rows:
         """Make payload and scales."""
-        return [*codec.of(rows.device).quantize_rows(rows.contiguous(), wire)]
+        return [*codec.of(rows.device).quantize_rows(rows.resolve_neg().contiguous(), wire)]
 
     def exchanged(
         self, sent: hops.Rows, wire: WireFormat, splits: Splits, name: str, label: str

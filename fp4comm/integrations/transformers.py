@@ -141,7 +141,7 @@ def experts_forward(
             "experts: expected shard_experts(model, group) of fp4comm.integrations.transformers"
             f' before the first forward pass with experts implementation "{NAME}"'
         )
-    idx = torch.where(top_k_index == a2a.num_experts, -1, top_k_index)
+    idx = torch.where(top_k_index == a2a.num_experts, -1, top_k_index).to(top_k_index.dtype)
     d = a2a.dispatch(hidden_states, idx, top_k_weights)
     out = apply_experts(module, d)
     return a2a.combine(out, d.handle).to(hidden_states.dtype)

@@ -276,8 +276,15 @@ def check_mistakes(groups, alone):
     num_chosen = TOPK + (rank == 1)
     layer.router.probs = torch.ones(1, NUM_EXPERTS, device=DEVICE)
     layer.router.routing_map = torch.arange(NUM_EXPERTS, device=DEVICE)[None] < num_chosen
+    token = torch.ones(1, 1, HIDDEN, dtype=torch.bfloat16, device=DEVICE)
     with raises(ValueError, "rank 1 of", f"at most moe_router_topk = {TOPK} experts a token"):
-        layer(torch.ones(1, 1, HIDDEN, dtype=torch.bfloat16, device=DEVICE))
+        layer(token)
+    if rank == 1:  # whose mark of a token with too many would be an expert
+        layer.router.probs = layer.router.probs[:, 1:]
+        layer.router.routing_map = layer.router.routing_map[:, 1:]
+    wanted = f"routing_map: expected {NUM_EXPERTS} columns, one an expert, got {NUM_EXPERTS - 1}"
+    with raises(ValueError, "rank 1 of", wanted):
+        layer(token)
 
 
 def check_older_release():
