@@ -185,7 +185,7 @@ def lines(result: Result, options: dict[str, Any]) -> Iterator[str]:
     )
     yield (
         f"# {WARMUP} warm-up, {options['iterations']} timed, in turns; time: median of the slowest"
-        " rank in each; #wrong: rows of all ranks"
+        " rank in each; added: through less direct, of disp+comb; #wrong: rows of all ranks"
     )
     names = "adapter", "passes", "disp+comb us", "direct us", "through us"
     widths = 14, 20, 12, 10, 10
