@@ -37,11 +37,10 @@ def check_inputs(arrive: str, x: Any, topk_weights: Any = None) -> None:
     check.no_tangent("x", *parts)
     check.no_tangent("topk_weights", topk_weights)
     if arrive != "bf16":
-        if check.wants_gradient(*parts, topk_weights):
-            reason = f'arrive="bf16" is differentiable, arrive="{arrive}" is for functions with a'
-            reason += " backward of their own, as fp4comm.experts"
-            check.no_gradient("x", *parts, reason=reason)
-            check.no_gradient("topk_weights", topk_weights, reason=reason)
+        reason = f'arrive="bf16" is differentiable, arrive="{arrive}" is for functions with a'
+        reason += " backward of their own, as fp4comm.experts"
+        check.no_gradient("x", *parts, reason=reason)
+        check.no_gradient("topk_weights", topk_weights, reason=reason)
     elif isinstance(x, (tuple, list)):
         check.no_gradient("x", *parts, reason="an FP8 pair is not differentiable")
 
@@ -58,16 +57,22 @@ class Noted:
     """A tensor that a gradient goes to, with what it was when a call got it.
 
     A call that is over at `Pending.wait` differentiates there.
+
+    Attributes:
+        graph: whether it requires a gradient, and what made it.
+        version: of its values, which backward will read; None if it will not.
     """
 
     name: str
     tensor: torch.Tensor
-    history: tuple[Any, ...]
+    graph: tuple[bool, Any]
+    version: int | None
 
     @staticmethod
     def of(name: str, tensor: torch.Tensor, *, saved: bool = False) -> Noted:
-        """Note it; with saved its values too, which backward will read."""
-        return Noted(name, tensor, _history(tensor, saved))
+        """Note it."""
+        graph = tensor.requires_grad, tensor.grad_fn
+        return Noted(name, tensor, graph, tensor._version if saved else None)
 
     def unchanged(self) -> torch.Tensor:
         """Return it.
@@ -76,17 +81,13 @@ class Noted:
             RuntimeError: it was changed since: its gradient would go another way, or be of values
                 that nobody sent.
         """
-        if _history(self.tensor, len(self.history) > 2) != self.history:
+        now = Noted.of(self.name, self.tensor, saved=self.version is not None)
+        if (now.graph, now.version) != (self.graph, self.version):
             raise RuntimeError(
                 f"{self.name}: expected unchanged until wait(), since its gradient is wanted, got"
                 " one that was changed in place"
             )
         return self.tensor
-
-
-def _history(tensor: torch.Tensor, saved: bool) -> tuple[Any, ...]:
-    history = tensor.requires_grad, tensor.grad_fn
-    return (*history, tensor._version) if saved else history
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -8,7 +8,6 @@ for "even".
 from __future__ import annotations
 
 import dataclasses
-import functools
 
 import numpy as np
 
@@ -155,12 +154,12 @@ class WireFormat:
         _check_name(argument, wire, "a name or a WireFormat")
         return WireFormat(wire)
 
-    @functools.cached_property
+    @property
     def format(self) -> Format:
         """The table's line."""
         return FORMATS[self.name]
 
-    @functools.cached_property
+    @property
     def scale_round(self) -> int:
         """The addend of the scale rule; 0 where there are no scales."""
         return SCALE_ROUND.get((self.format.element.name, self.scale_rule or ""), 0)

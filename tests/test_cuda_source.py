@@ -10,9 +10,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from test_codec import assert_rows_equal, hard_bf16_rows, hard_f32_rows
 
-from fp4comm import WireFormat, cuda_kernels, reference
+from fp4comm import WireFormat, cuda_kernels, reference, routing
 from fp4comm.formats import E4M3_NAN, E8M0_NAN
 
 HERE = Path(__file__).resolve().parent
@@ -83,6 +84,48 @@ def test_launches_count_as_the_kernels_do(room, names, file):
     written = dict(re.findall(r"\b([A-Z_]+) = (\d+)", source.read_text()))
     for name in names:
         assert int(written[name]) == getattr(module, name)
+
+
+LETTERS = {"i64": "q", "int": "i", "u32": "I"}  # of struct
+
+
+def declared(name):
+    """Types of a kernel's arguments: P for pointers, then letters of struct."""
+    text = re.sub(r"//.*", "", (cuda_kernels.FOLDER / f"{name}.cu").read_text())
+    (arguments,) = re.findall(rf"\b{name}\(([^)]*)\) \{{", text)
+    types = [argument.split()[0] for argument in arguments.split(",")]
+    pointers = ["*" in argument for argument in arguments.split(",")]
+    return "".join("P" if is_pointer else LETTERS[t] for t, is_pointer in zip(types, pointers))
+
+
+def test_launches_give_the_types_that_kernels_declare(monkeypatch):
+    """Of the codec; routing's run in emulated warps, which look at each argument."""
+    codec = importlib.import_module("fp4comm.codec.cuda")
+    launched = {}
+
+    def launch(name, options, grid, block, tensors, fields, *numbers):
+        assert len(fields) == len(numbers)
+        assert all(isinstance(number, int) for number in numbers)
+        launched[name] = "P" * len(tensors) + fields
+
+    monkeypatch.setattr(cuda_kernels, "launch", launch)
+    wire = WireFormat("mxfp4")
+    plan = routing.plan(torch.tensor([[0], [1]]), None, routing.Placement(2, 1))
+    layout = routing.expert_layout(plan.route, 1, np.array([1, 1]), 128)
+    x = torch.ones(2, 128).bfloat16()
+    rows = *codec.quantize_rows(x, wire, plan), wire, 128
+    codec.to_fp8_rows(*rows, layout, "column")
+    codec.to_fp8_columns(*rows, layout)
+    codec.dequantize(*rows)
+    out = codec.to_bf16_rows(*rows, layout)
+    codec.row_dots(*rows, out, layout)
+    codec.weighted_reduce(out, layout, wire, weighted=True)
+    codec.final_reduce(*rows, plan)
+    relay_plan, _ = routing.relay(plan.route, 1, routing.Placement(2, 1), plan.send_splits)
+    codec.relay_reduce(*rows, relay_plan)
+    assert launched.keys() == {name for name, _ in codec.variants()}
+    for name, types in launched.items():
+        assert types == declared(name), name
 
 
 def test_an_edited_header_is_compiled_again(tmp_path, monkeypatch):

@@ -189,6 +189,9 @@ def open(  # shadows the built-in, which this module does not use
     return LocalTransport(World(1), 0, timeout_s)
 
 
+# Two classes, since a generator of contextlib takes twice their time, and a dispatch enters ten.
+
+
 class Lent:
     """A context, for one use, in which the transport has a phase, a time limit and a label."""
 

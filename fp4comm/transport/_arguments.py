@@ -108,6 +108,7 @@ def _raise_elsewhere(
 def as_splits(value: Any, name: str, num_ranks: int) -> list[int]:
     """Return rows per peer, ``[num_ranks]``, as a list of ints that fit int64; none negative."""
     splits = np.asarray(value, None if hasattr(value, "dtype") else object)  # as they were given
+    # As a dispatch gives them; what follows looks at each number.
     if splits.dtype == np.int64 and splits.shape == (num_ranks,) and splits.min() >= 0:
         return splits.tolist()
     if splits.ndim != 1 or len(splits) != num_ranks:

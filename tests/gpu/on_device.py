@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import gc
 
 import torch
 
@@ -67,16 +66,6 @@ def busy(num_ms):
 def synchronize():
     if DEVICE.type == "cuda":
         torch.cuda.synchronize()
-
-
-def allocated():
-    """Bytes in tensors when all that was queued is done; 0 on the CPU."""
-    if DEVICE.type != "cuda":
-        return 0
-    synchronize()
-    gc.collect()  # what earlier tests left
-    torch.cuda.empty_cache()  # takes back what other streams were done with, too
-    return torch.cuda.memory_allocated()
 
 
 def side_stream():
