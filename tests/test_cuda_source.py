@@ -93,9 +93,8 @@ def declared(name):
     """Types of a kernel's arguments: P for pointers, then letters of struct."""
     text = re.sub(r"//.*", "", (cuda_kernels.FOLDER / f"{name}.cu").read_text())
     (arguments,) = re.findall(rf"\b{name}\(([^)]*)\) \{{", text)
-    types = [argument.split()[0] for argument in arguments.split(",")]
-    pointers = ["*" in argument for argument in arguments.split(",")]
-    return "".join("P" if is_pointer else LETTERS[t] for t, is_pointer in zip(types, pointers))
+    parts = arguments.split(",")
+    return "".join("P" if "*" in part else LETTERS[part.split()[0]] for part in parts)
 
 
 def test_launches_give_the_types_that_kernels_declare(monkeypatch):

@@ -209,9 +209,7 @@ def test_a_step_frees_what_it_took():
     for _ in range(5):
         step()
         on_device.synchronize()
-        until = (
-            time.monotonic() + 10
-        )  # autograd's thread lets go of its last results a little later
+        until = time.monotonic() + 10  # autograd's thread lets go of results a little later
         while allocated() > before and time.monotonic() < until:
             time.sleep(0.001)
         assert allocated() <= before
