@@ -168,8 +168,7 @@ class AllToAll(Caller):
             handle: of an earlier dispatch, instead of the two: same routing and weights again,
                 without plan and counts; the weights are detached.
             async_op: do not make the current stream wait for the exchange: ``Pending.wait()``
-                does.  On the CPU the exchange is over when this returns.  Inputs whose gradient is
-                wanted may not be changed in place before ``wait()``.
+                does.  On the CPU the exchange is over when this returns.
 
         Returns:
             `Dispatched`; with async_op a `Pending`, whose ``wait()`` returns it.
@@ -224,7 +223,8 @@ class AllToAll(Caller):
             handle: of the dispatch.
             weighted: multiply by the routing weights, and keep expert_out if those want a gradient;
                 False sums as they are, and keeps nothing.
-            async_op: as for `dispatch`.
+            async_op: as for `dispatch`; where weights want a gradient, expert_out may not change
+                until ``wait()``.
 
         Returns:
             ``[T, hidden]`` bfloat16, +0 for a token without experts; with async_op a `Pending`,
@@ -244,17 +244,15 @@ class AllToAll(Caller):
             wire, implementation = WireFormat.of(self.precision.combine), codec.of(handle._device)
             with self._phase("combine", "reduce"):
                 sent = implementation.weighted_reduce(rows, layout, wire, weighted=weighted)
-            differentiated = autograd.combine_input(expert_out, rows, handle, weighted)
+            outputs = autograd.Outputs.of(expert_out, rows, handle, weighted)
             kind = "weighted" if weighted else "unweighted"
             name = f"{kind} combine {self._num_calls} of {handle._name}"
-            label = name + ("" if differentiated is None else ", with gradient")
+            label = name + ("" if outputs is None else ", with gradient")
 
             def of_y(y: torch.Tensor) -> torch.Tensor:
-                if differentiated is None:
+                if outputs is None:
                     return y
-                with self._stopping_peers("combine"):
-                    kept = differentiated.unchanged()
-                return autograd.of_combine(self, y, kept, handle, weighted, name)
+                return autograd.of_combine(self, y, outputs, handle, weighted, name)
 
             pending = self._send_back([*sent], handle, label, async_op, of_y)
         return pending if async_op else pending.wait()
@@ -375,9 +373,8 @@ class AllToAll(Caller):
         Raises:
             as `dispatch`.
         """
-        rows, draft, sent, failure = self._prepare(x, topk_idx, topk_weights, checks)
+        rows, draft, sent, inputs, failure = self._prepare(x, topk_idx, topk_weights, checks)
         with self._phase("dispatch", "counts"):
-            inputs = autograd.Inputs.of(x, topk_weights)
             mine = self._fingerprint(agreement.DISPATCH, failure, rows, draft, topk_weights, inputs)
             nothing = np.zeros((self._transport.num_ranks, 0), np.int64)
             told = nothing if draft is None else draft.counts
@@ -402,8 +399,7 @@ class AllToAll(Caller):
                 of_all = self._transport, self.num_experts, self.hidden, self.precision
                 handle = Handle(layout, plan, way, *of_all, alignment, device, name)
                 d = self._arrive(wire_rows, handle, arrive or self.arrive)
-                tensors = inputs.unchanged()
-            return autograd.of_dispatch(self, d, tensors, name) if inputs.wanted else d
+            return autograd.of_dispatch(self, d, inputs, name) if inputs.wanted else d
 
         return Pending(exchange.work, [*received, *way.tables], finish)
 
@@ -413,7 +409,7 @@ class AllToAll(Caller):
         topk_idx: Any,
         topk_weights: Any,
         checks: contextlib.AbstractContextManager[None],
-    ) -> tuple[check.Rows | None, hops.Draft | None, hops.Rows, Exception | None]:
+    ) -> tuple[check.Rows | None, hops.Draft | None, hops.Rows, autograd.Inputs, Exception | None]:
         """Check, plan and quantize; a mistake is returned, for all ranks to raise together."""
         try:
             with self._phase("dispatch", "plan"), checks:
@@ -422,11 +418,12 @@ class AllToAll(Caller):
                 codes = check.codes(rows)
                 idx = check.topk_idx(topk_idx, len(codes), codes.device)
                 weights = None if topk_weights is None else check.topk_weights(topk_weights, idx)
+                inputs = autograd.Inputs.of(x, topk_weights)
                 draft = self._route.draft(idx, weights)
             sent = [] if draft.plan is None else self._quantize(rows, draft.plan)
         except Exception as failure:
-            return None, None, [], failure
-        return rows, draft, sent, None
+            return None, None, [], autograd.NONE, failure
+        return rows, draft, sent, inputs, None
 
     def _quantize(self, rows: check.Rows, plan: RoutePlan) -> hops.Rows:
         wire, device = WireFormat.of(self.precision.dispatch), check.codes(rows).device
@@ -514,8 +511,7 @@ class AllToAll(Caller):
         def finish() -> Dispatched:
             with self._stopping_peers("dispatch"), self._phase("dispatch", "arrive"):
                 d = self._arrive(received, handle.detached(), self.arrive)
-                tensors = inputs.unchanged()
-            return autograd.of_dispatch(self, d, tensors, name) if inputs.wanted else d
+            return autograd.of_dispatch(self, d, inputs, name) if inputs.wanted else d
 
         tables = handle.layout.slot_rows, handle.layout.padding, *way.tables
         return Pending(exchange.work, [*received, *tables], finish)

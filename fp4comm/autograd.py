@@ -52,61 +52,50 @@ def checked_inputs(arrive: str, x: Any, topk_weights: Any) -> Iterator[None]:
     yield
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class Noted:
-    """A tensor that a gradient goes to, with what it was when a call got it.
+class Edge(torch.autograd.Function):
+    """A stand-in without memory, by which a gradient goes where a tensor's graph leads it now.
 
-    A call that is over at `Pending.wait` differentiates there.
-
-    Attributes:
-        graph: whether it requires a gradient, and what made it.
-        version: of its values, which backward will read; None if it will not.
+    A call that is over at `Pending.wait` differentiates there; the tensor may have another history
+    by then.
     """
 
-    name: str
-    tensor: torch.Tensor
-    graph: tuple[bool, Any]
-    version: int | None
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the stand-in."""
+        ctx.set_materialize_grads(False)
+        return tensor.new_empty(()).expand(tensor.shape)
 
     @staticmethod
-    def of(name: str, tensor: torch.Tensor, *, saved: bool = False) -> Noted:
-        """Note it."""
-        graph = tensor.requires_grad, tensor.grad_fn
-        return Noted(name, tensor, graph, tensor._version if saved else None)
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Gradients:
+        """Hand the gradient on."""
+        return gradients
 
-    def unchanged(self) -> torch.Tensor:
-        """Return it.
 
-        Raises:
-            RuntimeError: it was changed since: its gradient would go another way, or be of values
-                that nobody sent.
-        """
-        now = Noted.of(self.name, self.tensor, saved=self.version is not None)
-        if (now.graph, now.version) != (self.graph, self.version):
-            raise RuntimeError(
-                f"{self.name}: expected unchanged until wait(), since its gradient is wanted, got"
-                " one that was changed in place"
-            )
-        return self.tensor
+def edge_of(name: str, tensor: Any) -> torch.Tensor | None:
+    """Return a tensor's `Edge`; None if it wants no gradient.
+
+    Raises:
+        RuntimeError: it is a view whose graph was lost by a change of its base.
+    """
+    if not check.wants_gradient(tensor):
+        return None
+    try:
+        return Edge.apply(tensor)
+    except RuntimeError as error:
+        raise RuntimeError(f"{name}: {error}") from error
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Inputs:
-    """Inputs of a dispatch that want a gradient; None for one that does not."""
+    """Edges of the inputs of a dispatch; None for one that wants no gradient."""
 
-    x: Noted | None = None
-    topk_weights: Noted | None = None
+    x: torch.Tensor | None = None
+    topk_weights: torch.Tensor | None = None
 
     @staticmethod
     def of(x: Any, topk_weights: Any = None) -> Inputs:
-        """Keep those that do."""
-        named = ("x", x), ("topk_weights", topk_weights)
-        return Inputs(*(Noted.of(n, t) if check.wants_gradient(t) else None for n, t in named))
-
-    def unchanged(self) -> list[torch.Tensor | None]:
-        """Return them; see `Noted`."""
-        noted = self.x, self.topk_weights
-        return [None if one is None else one.unchanged() for one in noted]
+        """Make them."""
+        return Inputs(edge_of("x", x), edge_of("topk_weights", topk_weights))
 
     @property
     def wanted(self) -> int:
@@ -117,29 +106,45 @@ class Inputs:
 NONE = Inputs()
 
 
-def combine_input(
-    expert_out: Any, rows: torch.Tensor, handle: Handle, weighted: bool
-) -> Noted | None:
-    """Return the expert outputs that combine is to be differentiated with, or None if it is not.
+@dataclasses.dataclass(frozen=True, eq=False)
+class Outputs:
+    """Expert outputs that a combine is differentiated with.
 
-    A rank that no rows came to takes part as soon as its dispatch does: its experts may have made
-    their output from nothing.
+    Attributes:
+        edge: of them; None if they want no gradient.
+        values: that the gradient of the weights is made of; None if those want none.
     """
-    if not torch.is_grad_enabled():
-        return None
-    through_weights = weighted and handle._row_weights is not None
-    without_rows = handle._anchor is not None and not any(handle.layout.num_rows_list)
-    if not (check.wants_gradient(expert_out) or through_weights or without_rows):
-        return None
-    if not isinstance(expert_out, torch.Tensor):  # changes of foreign memory would not be noticed
-        expert_out = rows.clone() if through_weights else rows
-    check.no_inference("expert_out", expert_out)
-    return Noted.of("expert_out", expert_out, saved=through_weights)
+
+    edge: torch.Tensor | None
+    values: torch.Tensor | None
+
+    @staticmethod
+    def of(expert_out: Any, rows: torch.Tensor, handle: Handle, weighted: bool) -> Outputs | None:
+        """Return None if combine is not to be differentiated.
+
+        A rank that no rows came to takes part as soon as its dispatch does: its experts may have
+        made their output from nothing.
+
+        Args:
+            expert_out: what combine was given.
+            rows: the same as a contiguous tensor outside of any graph.
+            handle, weighted: as combine was given them.
+        """
+        if not torch.is_grad_enabled():
+            return None
+        through_weights = weighted and handle._row_weights is not None
+        without_rows = handle._anchor is not None and not any(handle.layout.num_rows_list)
+        if not (check.wants_gradient(expert_out) or through_weights or without_rows):
+            return None
+        values = None
+        if through_weights:  # changes of foreign memory would not be noticed
+            is_tensor = isinstance(expert_out, torch.Tensor)
+            values = expert_out.detach() if is_tensor else rows.clone()
+            check.no_inference("expert_out", values)
+        return Outputs(edge_of("expert_out", expert_out), values)
 
 
-def of_dispatch(
-    caller: Caller, d: Dispatched, tensors: list[torch.Tensor | None], name: str
-) -> Dispatched:
+def of_dispatch(caller: Caller, d: Dispatched, inputs: Inputs, name: str) -> Dispatched:
     """Make what a dispatch returned differentiable; rows that stay packed get a stand-in.
 
     That has their shape and no memory: gradients come in by it, and nobody reads it.  A checkpoint
@@ -151,7 +156,8 @@ def of_dispatch(
         rows = torch.empty((), dtype=torch.bfloat16, device=d.packed.payload.device).expand(shape)
     handle = dataclasses.replace(d.handle, _name=name)
     with torch.enable_grad():
-        rows, row_weights, anchor = Dispatch.apply(*tensors, caller, handle, [rows.data])
+        edges = inputs.x, inputs.topk_weights
+        rows, row_weights, anchor = Dispatch.apply(*edges, caller, handle, [rows.data])
         kept = row_weights if row_weights.requires_grad else None
         return dataclasses.replace(
             d,
@@ -165,7 +171,7 @@ def of_dispatch(
 def of_combine(
     caller: Caller,
     y: torch.Tensor,
-    expert_out: torch.Tensor,
+    outputs: Outputs,
     handle: Handle,
     weighted: bool,
     name: str,
@@ -173,8 +179,9 @@ def of_combine(
     """Make what a combine of that name returned differentiable."""
     with torch.enable_grad():
         row_weights = handle._row_weights if weighted else None
-        tensors = expert_out, row_weights, handle._anchor
-        return Combine.apply(*tensors, caller, handle.detached(), weighted, name, [y.data])
+        tensors = outputs.edge, row_weights, handle._anchor
+        made = [y.data, outputs.values]
+        return Combine.apply(*tensors, caller, handle.detached(), weighted, name, made)
 
 
 class Dispatch(torch.autograd.Function):
@@ -252,20 +259,22 @@ class Combine(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        expert_out: torch.Tensor,
+        expert_out: torch.Tensor | None,
         row_weights: torch.Tensor | None,
         anchor: torch.Tensor | None,
         caller: Caller,
         handle: Handle,
         weighted: bool,
         name: str,
-        made: list[torch.Tensor],
+        made: list[Any],
     ) -> torch.Tensor:
-        """Return what was made; keep expert_out if weights want a gradient, else nothing."""
+        """Return what was made; keep the outputs' values if weights want a gradient."""
         ctx.caller, ctx.handle, ctx.weighted, ctx.name = caller, handle, weighted, name
-        if row_weights is not None:
-            ctx.save_for_backward(expert_out)
-        return made.pop()
+        y, values = made
+        made.clear()
+        if values is not None:
+            ctx.save_for_backward(values)
+        return y
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Gradients:

@@ -39,7 +39,7 @@ class Operand:
     @staticmethod
     def of(rows: torch.Tensor) -> Operand:
         """Take expert rows ``[M, width]``, which become bfloat16."""
-        payload = rows.to(torch.bfloat16).contiguous().view(torch.uint8)
+        payload = rows.to(torch.bfloat16).resolve_neg().contiguous().view(torch.uint8)
         scales = payload.new_empty((len(payload), 0))
         return Operand(PackedRows(payload, scales, WireFormat("bf16"), rows.shape[1]))
 

@@ -100,7 +100,7 @@ def all_to_all_rows(
         splits = Splits.of(transport.num_ranks, send_splits, recv_splits, num_rows)
         there, back = WireFormat.of(wire), WireFormat.of(grad_wire, "grad_wire")
         move = Move(transport, hidden, timeout_s, f"{NAME} {number}")
-        inputs = autograd.Inputs.of(rows)
+        edge = autograd.edge_of("rows", rows)
         mine = agreement.Fingerprint(
             agreement.ROWS,
             call=number,
@@ -109,7 +109,7 @@ def all_to_all_rows(
             wire=agreement.WIRES.index(there),
             grad_wire=agreement.WIRES.index(back),
             device=int(source.is_cuda),
-            gradient=inputs.wanted,
+            gradient=int(edge is not None),
         )
         sent = move.quantized(source, there)
     except Exception as error:
@@ -118,7 +118,7 @@ def all_to_all_rows(
         compare(transport, mine, splits, failure)
     with StoppingPeers(transport, NAME):
         y = move.exchanged(sent, there, splits, NAME, move.label)
-    if not inputs.wanted:
+    if edge is None:
         return y
 
     def of_gradient(dy: torch.Tensor) -> torch.Tensor:
@@ -127,7 +127,7 @@ def all_to_all_rows(
         return move.exchanged(sent, back, splits.reversed(), name, f"backward of {move.label}")
 
     with torch.enable_grad():
-        return AllToAllRows.apply(rows, transport, of_gradient, [y])
+        return AllToAllRows.apply(edge, transport, of_gradient, [y])
 
 
 @dataclasses.dataclass(frozen=True)
